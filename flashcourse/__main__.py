@@ -1,0 +1,3 @@
+from flashcourse.cli import app
+
+app(prog_name="python -m flashcourse")

@@ -1,0 +1,145 @@
+"""Checks of the arguments that every attention function shares, made before any work starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+
+HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one call, resolved: no default is left open.
+
+    ``left`` and ``right`` count the visible keys either side of the bottom-right diagonal
+    ``j = i + seq_k - seq_q``; None is unlimited. ``is_causal`` is folded in as ``right = 0``.
+    """
+
+    scale: float
+    left: int | None
+    right: int | None
+    softcap: float | None
+
+    @property
+    def masked(self) -> bool:
+        """True if some query may be forbidden some key."""
+        return self.left is not None or self.right is not None
+
+
+def resolve_options(
+    head_dim: int,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    window_size: tuple[int | None, int | None] | None,
+    softcap: float | None,
+) -> Options:
+    """Check the options of an attention call and fill in the defaults.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has a value that is not allowed.
+    """
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if scale is None:
+        scale = head_dim**-0.5
+    elif not _is_number(scale):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale!r}")
+    if softcap is not None:
+        if not _is_number(softcap):
+            raise TypeError(f"softcap must be a positive number or None, got {softcap!r}")
+        if not (math.isfinite(softcap) and softcap > 0):
+            raise ValueError(
+                f"softcap must be positive and finite, got {softcap!r}; None switches it off"
+            )
+    left, right = _resolve_window(window_size)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return Options(float(scale), left, right, None if softcap is None else float(softcap))
+
+
+def check_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Check ``q (batch, heads_q, seq_q, head_dim)`` and ``k``, ``v (batch, heads_kv, seq_k, head_dim)``.
+
+    Raises:
+        TypeError: an argument is not a tensor, or its dtype is not one of ``dtypes``.
+        ValueError: shapes, dtypes or devices do not fit together.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, dtypes)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    check_same("dtype", q=q.dtype, k=k.dtype, v=v.dtype)
+    check_same("device", q=q.device, k=k.device, v=v.device)
+    check_same("batch size", q=q.shape[0], k=k.shape[0], v=v.shape[0])
+    check_same("number of heads", k=k.shape[1], v=v.shape[1])
+    check_same("sequence length", k=k.shape[2], v=v.shape[2])
+    check_same("head_dim", q=q.shape[3], k=k.shape[3], v=v.shape[3])
+    check_heads(q.shape[1], k.shape[1])
+    check_head_dim(q.shape[3])
+
+
+def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that ``tensor`` is a tensor of one of ``dtypes``; raise TypeError otherwise."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        came = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{name} has dtype {came}; allowed are {allowed}")
+
+
+def check_same(what: str, **values: object) -> None:
+    """Check that the named values agree; raise ValueError naming each otherwise."""
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name} has {value}" for name, value in values.items())
+        raise ValueError(f"{' and '.join(values)} must agree in {what}: {listed}")
+
+
+def check_heads(heads_q: int, heads_kv: int) -> None:
+    """Check that the query heads split evenly over the KV heads; raise ValueError otherwise."""
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(
+            f"q has {heads_q} heads and k has {heads_kv}; heads_q must be a positive multiple "
+            "of heads_kv"
+        )
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Check that head_dim is between 1 and 256; raise ValueError otherwise."""
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _resolve_window(window_size: object) -> tuple[int | None, int | None]:
+    if window_size is None:
+        return None, None
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
+    sides = []
+    for name, side in zip(("left", "right"), window_size, strict=True):
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            raise TypeError(f"window_size {name} must be an integer or None, got {side!r}")
+        if side is not None and side < -1:
+            raise ValueError(
+                f"window_size {name} must be 0 or more, or -1 or None for no limit, got {side}"
+            )
+        sides.append(None if side in (None, -1) else side)
+    return sides[0], sides[1]
