@@ -69,7 +69,7 @@ def resolve_options(
 def check_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Check ``q (batch, heads_q, seq_q, head_dim)`` and ``k``, ``v (batch, heads_kv, seq_k, head_dim)``.
+    """Check q, k and v in the layout ``(batch, heads, sequence, head_dim)``.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not one of ``dtypes``.

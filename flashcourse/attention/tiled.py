@@ -100,7 +100,7 @@ class _TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, options, block_q, block_k):  # type: ignore[override]
+    def forward(ctx, q, k, v, options, block_q, block_k):
         group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
         accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -138,7 +138,7 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, d_lse):  # type: ignore[override]
+    def backward(ctx, d_out, d_lse):
         q, k, v, out, lse = ctx.saved_tensors
         options, (block_q, block_k) = ctx.options, ctx.blocks
         group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -12,7 +14,7 @@ GREY, LIGHT = "#8C8C8C", "#E8E8E8"
 
 SEQUENTIAL = "cividis"  # for matrices whose values have an order
 
-_RC = {
+_RC: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": "medium",
@@ -23,8 +25,8 @@ _RC = {
 
 
 def new_figure(
-    width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int = 1, **subplots: object
-) -> tuple[Figure, object]:
+    width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int = 1, **subplots: Any
+) -> tuple[Figure, Any]:
     """A figure in the course's style, and its axes as ``Figure.subplots`` returns them.
 
     Args:
@@ -34,4 +36,4 @@ def new_figure(
     """
     with rc_context(_RC):
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.subplots(rows, columns, **subplots)  # type: ignore[arg-type]
+        return figure, figure.subplots(rows, columns, **subplots)

@@ -1,0 +1,128 @@
+"""Marking an answer: run every check on fresh inputs, and name the mistake if it is a known one."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from flashcourse.grading.observe import observe
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+from flashcourse.grading.verdict import Finding, Verdict
+
+
+@dataclass(frozen=True)
+class _Failure:
+    check: Check
+    case: Case
+    observation: Observation
+    message: str
+
+
+def mark(question: Question, answer: Answer, seed: int) -> Verdict:
+    """Run all checks of a question on an answer.
+
+    Args:
+        seed: fixes every input; the same seed draws the same cases on every machine.
+    """
+    reason = question.needs() if question.needs else ""
+    if reason:
+        return Verdict(question.id, "not_verified", 0, question.points, seed=seed, reason=reason)
+    passed, failures = [], []
+    for check in question.checks:
+        failure = _first_failure(question, check, answer, seed)
+        if failure is None:
+            passed.append(check.name)
+        elif failure.message not in {f.message for f in failures}:  # one error, told once
+            failures.append(failure)
+    if not failures:
+        return Verdict(
+            question.id, "passed", question.points, question.points, (), seed, tuple(passed)
+        )
+    findings = _diagnose(question, failures)
+    return Verdict(question.id, "failed", 0, question.points, findings, seed, tuple(passed))
+
+
+def _first_failure(question: Question, check: Check, answer: Answer, seed: int) -> _Failure | None:
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{question.id}/{check.name}".encode()) ^ seed
+    )
+    for case in check.cases(generator):
+        observation = observe(check, answer, case)
+        message = _misbehaviour(observation) or check.judge(case, observation)
+        if message:
+            return _Failure(check, case, observation, message)
+    return None
+
+
+def _misbehaviour(observation: Observation) -> str | None:
+    """What is wrong whatever the check asks: an error, or an input written to."""
+    if observation.error:
+        return f"your answer raised {observation.error}"
+    if observation.changed_inputs:
+        return f"your answer wrote to its inputs: {', '.join(observation.changed_inputs)} changed"
+    return None
+
+
+def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ...]:
+    """Attach to each failure the known mistakes that fail the same check with the same result.
+
+    If some mistakes explain all failures, only those are named; a name that explains one failure
+    and contradicts another would mislead.
+    """
+    explained = [
+        {m.name: m for m in question.mistakes if _same_failure(m, failure)} for failure in failures
+    ]
+    in_all = set.intersection(*(set(names) for names in explained))
+    findings = []
+    for failure, mistakes in zip(failures, explained, strict=True):
+        named = [m for name, m in mistakes.items() if not in_all or name in in_all]
+        findings.append(
+            Finding(
+                failure.check.name,
+                failure.case.description,
+                failure.message,
+                tuple((m.name, m.explanation) for m in named),
+            )
+        )
+    return tuple(findings)
+
+
+def _same_failure(mistake: Mistake, failure: _Failure) -> bool:
+    theirs = observe(failure.check, mistake.answer, failure.case)
+    ours = failure.observation
+    if not (_misbehaviour(theirs) or failure.check.judge(failure.case, theirs)):
+        return False
+    if ours.error or theirs.error:
+        return False  # two errors are rarely the same mistake, and the error speaks for itself
+    return theirs.changed_inputs == ours.changed_inputs and _same_output(ours.output, theirs.output)
+
+
+def _same_output(ours: Any, theirs: Any) -> bool:
+    """Equal in structure and, up to rounding, in every number."""
+    our_leaves, our_structure = tree_flatten(ours)
+    their_leaves, their_structure = tree_flatten(theirs)
+    if our_structure != their_structure:
+        return False
+    return all(_same_leaf(a, b) for a, b in zip(our_leaves, their_leaves, strict=True))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or (a.dtype == torch.bool) != (b.dtype == torch.bool):
+            return False
+        if a.numel() == 0:
+            return True
+        a, b = a.double(), b.double()
+        finite = b[torch.isfinite(b)].abs()
+        size = finite.max().item() if finite.numel() else 0.0
+        return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * size, equal_nan=True)
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b))
+    return type(a) is type(b) and a == b

@@ -1,0 +1,104 @@
+"""What a graded question is made of: checks on fresh inputs, and the mistakes people make.
+
+A check is split in three, so that the answer can run in another process than the one that knows
+what is right: ``cases`` draws inputs, ``call`` runs the answer on one of them, and ``judge``
+compares what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input, described in words.
+
+    Attributes:
+        description: what is special about it; names shapes and scales.
+        args, kwargs: what the answer is called with. Tensors are copied for every call.
+    """
+
+    description: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an answer did on one case. It holds plain data only.
+
+    Attributes:
+        output: what it returned, tensors detached.
+        error: ``"TypeName: message"`` if it raised; then output is None.
+        changed_inputs: names or positions of tensors in the arguments that it wrote to.
+        largest_shape, largest_numel: the largest tensor it allocated.
+        operators: the PyTorch operators it called, without the ``aten.`` prefix.
+    """
+
+    output: Any = None
+    error: str = ""
+    changed_inputs: tuple[str, ...] = ()
+    largest_shape: tuple[int, ...] = ()
+    largest_numel: int = 0
+    operators: frozenset[str] = frozenset()
+
+
+Answer = Callable[..., Any]
+
+
+def call_plainly(answer: Answer, *args: Any, **kwargs: Any) -> Any:
+    """Call the answer with the case's arguments: what most checks do."""
+    return answer(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of a right answer.
+
+    Attributes:
+        name: the property, as a statement that holds for a right answer.
+        cases: draws the inputs from a seeded generator.
+        judge: None if the observation is right, else what was expected and what came.
+        call: runs the answer on the (copied) arguments of a case.
+    """
+
+    name: str
+    cases: Callable[[torch.Generator], Iterable[Case]]
+    judge: Callable[[Case, Observation], str | None]
+    call: Callable[..., Any] = call_plainly
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A small wrong implementation of a question's answer.
+
+    Attributes:
+        name: the mistake, in a few words.
+        explanation: what goes wrong and why, for the person who made it.
+        answer: the implementation.
+    """
+
+    name: str
+    explanation: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A graded question; its id and points are those of the lab.
+
+    Attributes:
+        needs: None, or a function that says why this machine cannot verify an answer (and
+            returns an empty string where it can).
+    """
+
+    id: str
+    points: float
+    checks: tuple[Check, ...]
+    mistakes: tuple[Mistake, ...]
+    needs: Callable[[], str] | None = None

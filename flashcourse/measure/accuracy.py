@@ -1,0 +1,69 @@
+"""When is a result right? The accuracy rule, in one place.
+
+Inputs are drawn in the dtype under test. The reference is computed in float64 from those very
+inputs, and plain attention in the dtype under test is the yardstick: a result may be wrong by at
+most a few times what the plain computation is wrong by, plus the rounding of the reference itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+LSE_TOLERANCE = 1e-3
+
+
+def allowed_error(
+    yardstick: torch.Tensor, reference: torch.Tensor, factor: float = OUTPUT_FACTOR
+) -> float:
+    """The largest error the accuracy rule allows.
+
+    Args:
+        yardstick: the plain computation's result, in the dtype under test.
+        reference: the float64 result from the same inputs.
+        factor: how many times the yardstick's error is allowed.
+    """
+    finite = torch.isfinite(reference) & torch.isfinite(yardstick)
+    error = (yardstick.double() - reference.double())[finite].abs()
+    largest = reference.double()[finite].abs()
+    floor = torch.finfo(yardstick.dtype).eps * (largest.max().item() if largest.numel() else 0.0)
+    return factor * (error.max().item() if error.numel() else 0.0) + floor
+
+
+def explain_difference(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float
+) -> str | None:
+    """Say where and by how much ``actual`` differs from ``expected``; None if it is close enough.
+
+    NaN and infinity must sit in the same places; elsewhere the error may be ``allowed`` at most.
+
+    Args:
+        name: what the tensor is, for the message.
+        allowed: the largest absolute error that passes.
+    """
+    if tuple(actual.shape) != tuple(expected.shape):
+        return f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return None
+    came, wanted = actual.double().cpu(), expected.double().cpu()
+    special = ~torch.isfinite(came) | ~torch.isfinite(wanted)
+    same_special = (came == wanted) | (came.isnan() & wanted.isnan())
+    misplaced = special & ~same_special
+    if misplaced.any():
+        index = tuple(misplaced.nonzero()[0].tolist())
+        return (
+            f"{name}{list(index)} is {came[index].item():.6g}, expected "
+            f"{wanted[index].item():.6g}; {int(misplaced.sum())} of {came.numel()} entries are "
+            "NaN or infinite on one side only"
+        )
+    error = torch.where(special, 0.0, (came - wanted).abs())
+    worst = error.max().item()
+    if worst <= allowed:
+        return None
+    index = tuple(torch.nonzero(error == worst)[0].tolist())
+    return (
+        f"{name}{list(index)} is {came[index].item():.6g}, expected {wanted[index].item():.6g}: "
+        f"an error of {worst:.2g} where {allowed:.2g} is allowed; "
+        f"{int((error > allowed).sum())} of {came.numel()} entries are outside"
+    )
