@@ -1,0 +1,1 @@
+"""pytest plugins of this project, found through `pythonpath` in pyproject.toml."""
