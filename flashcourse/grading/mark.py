@@ -32,7 +32,8 @@ def mark(question: Question, answer: Answer, seed: int) -> Verdict:
     reason = question.needs() if question.needs else ""
     if reason:
         return Verdict(question.id, "not_verified", 0, question.points, seed=seed, reason=reason)
-    passed, failures = [], []
+    passed: list[str] = []
+    failures: list[_Failure] = []
     for check in question.checks:
         failure = _first_failure(question, check, answer, seed)
         if failure is None:
