@@ -1,0 +1,88 @@
+"""Measurements made on a GPU and committed, for those who run a lesson without one.
+
+A record is one JSON file under ``flashcourse/measure/data``: what was measured, on which machine,
+with which versions, by which command. A lesson shows it beside that description and never as if
+it had been measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DATA = Path(__file__).parent / "data"
+RECORD_VARIABLE = "FLASHCOURSE_RECORD"
+
+
+def machine() -> dict[str, str]:
+    """What was measured on: device, torch, Triton and Python, as a record states them."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "not installed"
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else "CPU",
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "python": platform.python_version(),
+    }
+
+
+def load_record(name: str) -> dict[str, Any]:
+    """The committed record called ``name``: keys ``machine``, ``date``, ``made_by``, ``results``.
+
+    Raises:
+        FileNotFoundError: there is no such record; the message lists those there are.
+    """
+    path = DATA / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in DATA.glob("*.json"))) or "none"
+        raise FileNotFoundError(f"there is no record {name!r}; there are: {known}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def record(name: str, results: Any, made_by: str) -> bool:
+    """Keep results measured here as the course's record, if recording is on and this is a GPU.
+
+    Recording is on when ``FLASHCOURSE_RECORD=1``: that is how the lessons are run for a release.
+    A learner's own run changes no file.
+
+    Args:
+        results: plain numbers, strings, lists and dictionaries.
+        made_by: the command or lesson that measured them.
+
+    Returns:
+        True if the record was written.
+    """
+    if os.environ.get(RECORD_VARIABLE) != "1" or not torch.cuda.is_available():
+        return False
+    content = {
+        "made_by": made_by,
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "results": results,
+    }
+    DATA.mkdir(exist_ok=True)
+    path = DATA / f"{name}.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return True
+
+
+def describe_record(content: dict[str, Any]) -> str:
+    """One line that says where a record comes from."""
+    where = content["machine"]
+    return (
+        f"recorded on {where['device']} on {content['date']} by {content['made_by']} "
+        f"(torch {where['torch']}, Triton {where['triton']})"
+    )

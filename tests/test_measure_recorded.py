@@ -1,0 +1,43 @@
+"""Records: written whole, only on a GPU and only when asked; read back with their origin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashcourse.measure import recorded
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "DATA", tmp_path)
+    return tmp_path
+
+
+def test_nothing_is_recorded_unless_asked_or_without_a_gpu(folder, monkeypatch):
+    monkeypatch.delenv(recorded.RECORD_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not recorded.record("times", [1], "a test")
+    monkeypatch.setenv(recorded.RECORD_VARIABLE, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not recorded.record("times", [1], "a test")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_record_keeps_its_origin(folder, monkeypatch):
+    monkeypatch.setenv(recorded.RECORD_VARIABLE, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert recorded.record("times", {"ms": 1.5}, "a test")
+    content = recorded.load_record("times")
+    assert content["results"] == {"ms": 1.5}
+    assert recorded.describe_record(content).startswith("recorded on a GPU on ")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        recorded.record("times", {"ms": float("nan")}, "a test")
+    assert recorded.load_record("times") == content
+    assert [path.name for path in folder.iterdir()] == ["times.json"]
+
+
+def test_a_missing_record_says_so(folder):
+    with pytest.raises(FileNotFoundError, match="no record 'speed'; there are: none"):
+        recorded.load_record("speed")
