@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from flashcourse.course import commands as course_commands
+
 app = typer.Typer(
     help="Tools of the FlashAttention course.",
     no_args_is_help=True,
@@ -15,3 +17,8 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Tools of the FlashAttention course."""
+
+
+app.command()(course_commands.notebooks)
+app.command()(course_commands.labs)
+app.command()(course_commands.colab)
