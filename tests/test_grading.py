@@ -216,6 +216,15 @@ def test_forbidden_operators_fail():
     assert "your answer called mul" in verdict.findings[0].message
 
 
+def test_calling_the_library_is_not_an_answer():
+    from flashcourse.attention import naive_attention
+
+    verdict = mark(find_question("lab1.attention"), naive_attention, seed=0)
+    assert verdict.status == "failed"
+    assert "your answer called the course's library" in verdict.findings[0].message
+    assert "naive_attention" in verdict.findings[0].message
+
+
 def test_the_seed_fixes_the_inputs_and_fresh_ones_differ():
     seen = []
 

@@ -61,7 +61,10 @@ def _first_failure(question: Question, check: Check, answer: Answer, seed: int) 
 
 
 def _misbehaviour(observation: Observation) -> str | None:
-    """What is wrong whatever the check asks: an error, or an input written to."""
+    """What is wrong whatever the check asks: borrowed work, an error, an input written to."""
+    if observation.library_calls:
+        called = ", ".join(sorted(n for n in observation.library_calls if not n.startswith("_")))
+        return f"your answer called the course's library ({called}); the lab asks for your own"
     if observation.error:
         return f"your answer raised {observation.error}"
     if observation.changed_inputs:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +15,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from flashcourse.grading.question import Answer, Case, Check, Observation
 from flashcourse.measure.allocations import AllocationWatch
+
+LIBRARY = str(Path(__file__).parent.parent / "attention")
 
 
 def observe(check: Check, answer: Answer, case: Case) -> Observation:
@@ -20,7 +27,12 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     """
     args, kwargs = _copy(case.args), _copy(case.kwargs)
     before = _copy((args, kwargs))
-    with torch.random.fork_rng(devices=[]), AllocationWatch(args, kwargs) as watch:
+    library_calls: set[str] = set()
+    with (
+        torch.random.fork_rng(devices=[]),
+        _noting_library_calls(library_calls),
+        AllocationWatch(args, kwargs) as watch,
+    ):
         try:
             output, error = check.call(answer, *args, **kwargs), ""
         except KeyboardInterrupt:
@@ -34,7 +46,24 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
         largest_shape=watch.largest_shape,
         largest_numel=watch.largest_numel,
         operators=frozenset(watch.operators),
+        library_calls=frozenset(library_calls),
     )
+
+
+@contextmanager
+def _noting_library_calls(names: set[str]) -> Iterator[None]:
+    """Note which functions of the course's own attention library are called meanwhile."""
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
+            names.add(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _copy(tree: Any) -> Any:

@@ -38,6 +38,7 @@ class Observation:
         changed_inputs: names or positions of tensors in the arguments that it wrote to.
         largest_shape, largest_numel: the largest tensor it allocated.
         operators: the PyTorch operators it called, without the ``aten.`` prefix.
+        library_calls: the functions of ``flashcourse.attention`` it called.
     """
 
     output: Any = None
@@ -46,6 +47,7 @@ class Observation:
     largest_shape: tuple[int, ...] = ()
     largest_numel: int = 0
     operators: frozenset[str] = frozenset()
+    library_calls: frozenset[str] = frozenset()
 
 
 Answer = Callable[..., Any]
