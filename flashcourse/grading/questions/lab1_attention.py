@@ -1,0 +1,379 @@
+"""lab1.attention: the textbook formula with shared heads and a bottom-right causal mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashcourse.attention import naive_attention
+from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.judge import judge_operators, judge_tensor, score_tolerance
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+from flashcourse.grading.questions.lab1_softmax import FORBIDDEN
+
+# What is right ------------------------------------------------------------------------------
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    """The right answer in float64, from the inputs as they are."""
+    out = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
+    """An upper bound of the absolute scores: no dot product exceeds the product of the norms."""
+    norms = (t.double().norm(dim=-1).max().item() for t in (q, k))
+    return math.prod(norms) / q.shape[-1] ** 0.5
+
+
+def _judge(case: Case, observation: Observation) -> str | None:
+    q, k, v = case.args
+    allowed = score_tolerance(largest_score(q, k), v.abs().max().item())
+    if q.dtype != torch.float32:  # the output, and at most P besides, are rounded to it
+        allowed += 2 * torch.finfo(q.dtype).eps * v.abs().max().item()
+    expected = reference(q, k, v, **case.kwargs)
+    return judge_tensor("out", observation.output, expected, allowed, q.dtype)
+
+
+def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
+    message = _judge(case, observation)
+    if message:
+        seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
+        return f"{message} (queries 0 to {seq_q - seq_k - 1} see no key: zeros)"
+    return None
+
+
+def _call_gradients(answer: Answer, q: Any, k: Any, v: Any, do: Any, is_causal: bool) -> Any:
+    out = answer(q, k, v, is_causal=is_causal)
+    if not (isinstance(out, torch.Tensor) and out.requires_grad):
+        return None
+    return torch.autograd.grad(out, (q, k, v), do, allow_unused=True)
+
+
+def _judge_gradients(case: Case, observation: Observation) -> str | None:
+    if observation.output is None:
+        return "out has no gradient: it is cut off from q, k and v"
+    q, k, v, do, is_causal = case.args
+    inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    out = reference(inputs[0], inputs[1], inputs[2], is_causal)
+    expected = torch.autograd.grad(out, inputs, do.double())
+    for name, actual, right in zip(("dq", "dk", "dv"), observation.output, expected, strict=True):
+        if actual is None:
+            return f"{name} is missing: out does not depend on {name[1]}"
+        allowed = 8 * score_tolerance(largest_score(q, k), right.abs().max().item())
+        message = judge_tensor(name, actual, right, allowed)
+        if message:
+            return message
+    return None
+
+
+def _judge_own_work(case: Case, observation: Observation) -> str | None:
+    return judge_operators(observation, FORBIDDEN)
+
+
+# The inputs ---------------------------------------------------------------------------------
+
+
+def _inputs(
+    generator: torch.Generator,
+    seq_q: int,
+    seq_k: int,
+    heads_q: int = 2,
+    heads_kv: int = 2,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], str]:
+    batch, head_dim = 2, integer(generator, 5, 17)
+    q = normal(generator, batch, heads_q, seq_q, head_dim, scale=scale, dtype=dtype)
+    k = normal(generator, batch, heads_kv, seq_k, head_dim, dtype=dtype)
+    v = normal(generator, batch, heads_kv, seq_k, head_dim, dtype=dtype)
+    return (q, k, v), f"q {tuple(q.shape)}, k and v {tuple(k.shape)}"
+
+
+def _scales(generator: torch.Generator) -> Iterator[Case]:
+    for scale in (1, 5, 40):
+        n = integer(generator, 9, 21)
+        tensors, shapes = _inputs(generator, n, n, scale=scale)
+        if scale == 40:  # one score of 100 at the least: exp(100) does not fit into float32
+            tensors[0][0, 0, 0] = tensors[1][0, 0, 1] * 400 / tensors[1][0, 0, 1].norm() ** 2
+        yield Case(f"{shapes}, scores × {scale}", tensors)
+
+
+def _lengths(generator: torch.Generator) -> Iterator[Case]:
+    for seq_q, seq_k in ((1, 9), (integer(generator, 3, 7), 13), (integer(generator, 14, 19), 5)):
+        tensors, shapes = _inputs(generator, seq_q, seq_k)
+        yield Case(shapes, tensors)
+
+
+def _heads(generator: torch.Generator) -> Iterator[Case]:
+    for heads_q, heads_kv in ((6, 2), (6, 3), (4, 1)):
+        n = integer(generator, 6, 11)
+        tensors, shapes = _inputs(generator, n, n, heads_q, heads_kv)
+        yield Case(shapes, tensors)
+
+
+def _causal_square(generator: torch.Generator) -> Iterator[Case]:
+    n = integer(generator, 7, 15)
+    tensors, shapes = _inputs(generator, n, n)
+    yield Case(f"{shapes}, is_causal=True", tensors, {"is_causal": True})
+
+
+def _causal_longer_keys(generator: torch.Generator) -> Iterator[Case]:
+    seq_k = integer(generator, 8, 14)
+    for seq_q in (integer(generator, 2, seq_k - 2), 1):
+        tensors, shapes = _inputs(generator, seq_q, seq_k, 4, 2)
+        yield Case(f"{shapes}, is_causal=True", tensors, {"is_causal": True})
+
+
+def _causal_longer_queries(generator: torch.Generator) -> Iterator[Case]:
+    seq_k = integer(generator, 4, 8)
+    tensors, shapes = _inputs(generator, seq_k + integer(generator, 2, 6), seq_k)
+    yield Case(f"{shapes}, is_causal=True", tensors, {"is_causal": True})
+
+
+def _very_negative(generator: torch.Generator) -> Iterator[Case]:
+    n = integer(generator, 7, 12)
+    (q, k, v), shapes = _inputs(generator, n, n)
+    level = (20_000 * q.shape[-1] ** 0.5) ** 0.5
+    q[..., 0], k[..., 0] = level, -level
+    yield Case(f"{shapes}, is_causal=True, scores near −20,000", (q, k, v), {"is_causal": True})
+
+
+def _layouts(generator: torch.Generator) -> Iterator[Case]:
+    tensors, shapes = _inputs(generator, integer(generator, 5, 9), integer(generator, 10, 14))
+    q, k, v = (strided(t, (0, 2, 1, 3)) for t in tensors)
+    yield Case(f"{shapes}, stored as (batch, seq, heads, head_dim)", (q, k, v))
+    q, k, v = (strided(t, (1, 3, 0, 2)) for t in tensors)
+    yield Case(f"{shapes}, stored as (heads, head_dim, batch, seq)", (q, k, v))
+
+
+def _plain_and_causal(generator: torch.Generator) -> Iterator[Case]:
+    yield from _layouts(generator)
+    yield from _causal_square(generator)
+
+
+def _half(generator: torch.Generator) -> Iterator[Case]:
+    for level in (0, 500):
+        n = integer(generator, 9, 21)
+        (q, k, v), shapes = _inputs(generator, n, n, dtype=torch.float16)
+        if level:  # float16 has steps of 0.25 there
+            q[..., 0] = k[..., 0] = (level * q.shape[-1] ** 0.5) ** 0.5
+        yield Case(f"{shapes}, float16, scores near {level}", (q, k, v))
+
+
+def _gradients(generator: torch.Generator) -> Iterator[Case]:
+    seq_k = integer(generator, 6, 9)
+    for seq_q, is_causal in ((seq_k + 1, False), (seq_k - 3, True), (seq_k + 3, True)):
+        tensors, shapes = _inputs(generator, seq_q, seq_k, 4, 2)
+        do = normal(generator, *tensors[0].shape)
+        args = (*(t.requires_grad_() for t in tensors), do, is_causal)
+        yield Case(f"{shapes}, is_causal={is_causal}, gradients of q, k and v", args)
+
+
+# The known mistakes: each leaves the right path in one place ------------------------------------
+
+Step = Callable[..., torch.Tensor]
+
+
+def _scaled(s: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return s * head_dim**-0.5
+
+
+def _repeated(x: torch.Tensor, group: int) -> torch.Tensor:
+    return x.repeat_interleave(group, dim=1)
+
+
+def _visible(i: torch.Tensor, j: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
+    return j <= i + seq_k - seq_q
+
+
+def _filled(s: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return s.masked_fill(~visible, -math.inf)
+
+
+def _finite_row_max(s: torch.Tensor) -> torch.Tensor:
+    m = s.detach().amax(dim=-1, keepdim=True)
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _normalised(p: torch.Tensor) -> torch.Tensor:
+    l = p.sum(dim=-1, keepdim=True)
+    return p / torch.where(l == 0, 1.0, l)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    *,
+    scaled: Step = _scaled,
+    spread: Step = _repeated,
+    visible: Step = _visible,
+    masked: Step = _filled,
+    pivot: Step = _finite_row_max,
+    normalised: Step = _normalised,
+    compute: torch.dtype | None = torch.float32,
+) -> torch.Tensor:
+    group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    queries, keys, values = (t.to(compute or q.dtype) for t in (q, k, v))
+    s = scaled(queries @ spread(keys, group).transpose(-2, -1), q.shape[-1])
+    if is_causal:
+        i, j = torch.arange(seq_q)[:, None], torch.arange(seq_k)[None, :]
+        s = masked(s, visible(i, j, seq_q, seq_k))
+    p = normalised(torch.exp(s - pivot(s)))
+    return (p @ spread(values, group)).to(q.dtype)
+
+
+def _mistake(name: str, explanation: str, **step: Any) -> Mistake:
+    return Mistake(name, explanation, partial(_attend, **step))
+
+
+def _over_queries(s: torch.Tensor) -> torch.Tensor:
+    m = s.amax(dim=-2, keepdim=True)
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _sum_over_queries(p: torch.Tensor) -> torch.Tensor:
+    l = p.sum(dim=-2, keepdim=True)
+    return p / torch.where(l == 0, 1.0, l)
+
+
+def _unguarded_max(s: torch.Tensor) -> torch.Tensor:
+    return s.amax(dim=-1, keepdim=True)
+
+
+def _added(s: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return s + torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+
+
+def _cut_off(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    return _attend(q.detach(), k.detach(), v.detach(), is_causal)
+
+
+MISTAKES = (
+    _mistake(
+        "scale missing",
+        "a dot product of head_dim numbers grows with √head_dim; without the factor "
+        "1/√head_dim the softmax becomes too sharp.",
+        scaled=lambda s, d: s,
+    ),
+    _mistake(
+        "scaled with 1/head_dim",
+        "the factor is 1/√head_dim; with 1/head_dim the softmax becomes too flat.",
+        scaled=lambda s, d: s / d,
+    ),
+    _mistake(
+        "multiplied with √head_dim instead of divided by it",
+        "the factor is head_dim ** −0.5: the minus is missing.",
+        scaled=lambda s, d: s * d**0.5,
+    ),
+    _mistake(
+        "KV heads tiled instead of repeated",
+        "query head h read KV head h % heads_kv. Neighbouring query heads share: "
+        "h // (heads_q // heads_kv), which is repeat_interleave, not repeat.",
+        spread=lambda x, group: x.repeat(1, group, 1, 1),
+    ),
+    _mistake(
+        "causal mask ignored",
+        "is_causal=True changed nothing.",
+        visible=lambda i, j, seq_q, seq_k: torch.ones(seq_q, seq_k, dtype=torch.bool),
+    ),
+    _mistake(
+        "causal mask aligned to the top left",
+        "with j <= i a query over a longer cache sees only its first keys. The last query stands "
+        "at the last key: j <= i + seq_k − seq_q.",
+        visible=lambda i, j, seq_q, seq_k: j <= i,
+    ),
+    _mistake(
+        "causal off by one: a query does not see its own key",
+        "the diagonal belongs to the visible keys: <=, not <.",
+        visible=lambda i, j, seq_q, seq_k: j < i + seq_k - seq_q,
+    ),
+    _mistake(
+        "causal off by one: a query sees the next key",
+        "the key after the diagonal is the future, the very token to be predicted.",
+        visible=lambda i, j, seq_q, seq_k: j <= i + seq_k - seq_q + 1,
+    ),
+    _mistake(
+        "causal mask inverted",
+        "the past was hidden and the future kept: masked_fill fills where its mask is True.",
+        visible=lambda i, j, seq_q, seq_k: j >= i + seq_k - seq_q,
+    ),
+    _mistake(
+        "no max subtraction",
+        "exp overflows above 88.7 in float32 and underflows far below; ∞/∞ and 0/0 are NaN.",
+        pivot=lambda s: torch.zeros(()),
+    ),
+    _mistake(
+        "softmax over the queries",
+        "the columns of P sum to 1 instead of the rows. Normalise over the keys, dim=-1.",
+        pivot=_over_queries,
+        normalised=_sum_over_queries,
+    ),
+    _mistake(
+        "the weights are not divided by their sum",
+        "exp(s − m) is only the numerator of the softmax.",
+        normalised=lambda p: p,
+    ),
+    _mistake(
+        "hidden scores filled with a finite number",
+        "real scores can be lower than −10,000, and then the hidden keys win; and with any finite "
+        "number a row that sees no key gets the mean of all values. Fill with −inf.",
+        masked=lambda s, visible: s.masked_fill(~visible, -1e4),
+    ),
+    _mistake(
+        "a row that sees no key gives NaN",
+        "its maximum is −inf and −inf − (−inf) is NaN. Use a finite pivot there, and divide by 1 "
+        "where the sum is 0.",
+        pivot=_unguarded_max,
+        normalised=lambda p: p / p.sum(dim=-1, keepdim=True),
+    ),
+    _mistake(
+        "NaN replaced after the division",
+        "the output is right, but the gradient still runs through the NaN: 0 · NaN is NaN. "
+        "Prevent the NaN instead of patching it.",
+        masked=_added,
+        pivot=_unguarded_max,
+        normalised=lambda p: torch.nan_to_num(p / p.sum(dim=-1, keepdim=True)),
+    ),
+    _mistake(
+        "scores and sums in float16",
+        "near 500 the steps of float16 are 0.25, so a score is wrong by up to 0.125 and its "
+        "weight by 13 %. Convert the inputs to float32 first, the output back at the end.",
+        compute=None,
+    ),
+    Mistake(
+        "gradients cut off",
+        "detach, no_grad, .data or a trip through NumPy hide the inputs from autograd.",
+        _cut_off,
+    ),
+)
+
+QUESTION = Question(
+    id="lab1.attention",
+    points=5,
+    checks=(
+        Check("softmax(q kᵀ / √head_dim) v, for scores × 1, × 5 and × 40", _scales, _judge),
+        Check("seq_q and seq_k may differ", _lengths, _judge),
+        Check("query heads share KV heads", _heads, _judge),
+        Check("causal: no query sees a later key", _causal_square, _judge),
+        Check("causal with more keys than queries", _causal_longer_keys, _judge),
+        Check("a query that sees no key gives zeros", _causal_longer_queries, _judge_empty_rows),
+        Check("hidden keys stay hidden below any score", _very_negative, _judge),
+        Check("any strides", _layouts, _judge),
+        Check("float16 inputs, scores and sums in float32", _half, _judge),
+        Check("gradients reach q, k and v", _gradients, _judge_gradients, _call_gradients),
+        Check("the attention is your own", _plain_and_causal, _judge_own_work),
+    ),
+    mistakes=MISTAKES,
+)
