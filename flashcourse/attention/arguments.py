@@ -92,6 +92,70 @@ def check_dense(
     check_head_dim(q.shape[3])
 
 
+def check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Check ``q (total_q, heads_q, head_dim)``, ``k``, ``v (total_k, heads_kv, head_dim)`` and
+    their offsets. The values of offsets on a GPU are not read: that would wait for the GPU.
+
+    Raises:
+        TypeError: an argument is not a tensor, or its dtype is not one of ``dtypes``.
+        ValueError: shapes, dtypes, devices or offsets do not fit together.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, dtypes)
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name} must have 3 dimensions (total, heads, head_dim), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    check_same("dtype", q=q.dtype, k=k.dtype, v=v.dtype)
+    check_same("number of heads", k=k.shape[1], v=v.shape[1])
+    check_same("total length", k=k.shape[0], v=v.shape[0])
+    check_same("head_dim", q=q.shape[2], k=k.shape[2], v=v.shape[2])
+    check_heads(q.shape[1], k.shape[1])
+    check_head_dim(q.shape[2])
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    check_same(
+        "device", q=q.device, k=k.device, v=v.device,
+        cu_seqlens_q=cu_seqlens_q.device, cu_seqlens_k=cu_seqlens_k.device,
+    )  # fmt: skip
+    check_same(
+        "length (num_sequences + 1)",
+        cu_seqlens_q=cu_seqlens_q.shape[0],
+        cu_seqlens_k=cu_seqlens_k.shape[0],
+    )
+    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
+            raise TypeError(f"{name} must be an integer or None, got {bound!r}")
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name} must be 0 or more, got {bound}")
+
+
+def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
+    """Check cumulative sequence lengths; their values only where reading them costs no wait."""
+    check_tensor(name, offsets, (torch.int32,))
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(
+            f"{name} must have 1 dimension (num_sequences + 1), got shape {tuple(offsets.shape)}"
+        )
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = offsets.tolist()
+        if values[0] != 0 or values != sorted(values) or values[-1] > total:
+            raise ValueError(
+                f"{name} must start at 0, never fall and end at most at the total of {total}, "
+                f"got {values if len(values) <= 10 else [*values[:9], '...', values[-1]]}"
+            )
+
+
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
     """Check that ``tensor`` is a tensor of one of ``dtypes``; raise TypeError otherwise."""
     if not isinstance(tensor, torch.Tensor):
