@@ -141,8 +141,9 @@ def _cell_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterator[
         if BEGIN in cell.source or END in cell.source:
             yield "it holds a solution region and has no nbgrader metadata"
         return
-    if grader.get("grade_id") != cell.get("id"):
-        yield f"its id is not its grade_id {grader.get('grade_id')!r}"
+    # A cell id may not hold a dot (nbformat 4.5), so the dots of a grade_id become hyphens there.
+    if str(grader.get("grade_id")).replace(".", "-") != cell.get("id"):
+        yield f"its id is not its grade_id {grader.get('grade_id')!r} with hyphens for dots"
     if grader.get("schema_version") != 3:
         yield f"nbgrader's schema_version must be 3, got {grader.get('schema_version')!r}"
     if grader.get("solution"):
@@ -180,3 +181,8 @@ def _graded_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterato
         yield f"flashcourse.grading knows no question {question!r}"
     elif grader.get("points") != points[question]:
         yield f"it gives {grader.get('points')} points, the question {points[question]}"
+
+
+def graded_cells(notebook: NotebookNode) -> list[str]:
+    """The ids of the cells that nbgrader gives points for; an unsolved lab fails at these."""
+    return [cell.id for cell in notebook.cells if cell.metadata.get("nbgrader", {}).get("grade")]
