@@ -1,0 +1,139 @@
+"""What a kernel holds on the chip: the tensors that are alive while it runs, and their limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashcourse.measure.memory import readable_bytes
+
+
+class SramExceeded(MemoryError):
+    """A kernel held more on the chip than ``sram_bytes``."""
+
+
+class NotOnChip(RuntimeError):
+    """A kernel computed with a tensor that it had not loaded."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    storage: StorageWeakRef
+    nbytes: int
+    what: str
+
+
+class OnChip(TorchDispatchMode):
+    """Follows every tensor that a kernel makes, from the operation that makes it until it is freed.
+
+    Views share one storage and count once. A tensor is freed when no variable refers to it: the
+    one that a loop variable held in the last round lives until the variable is set again.
+
+    Attributes:
+        peak: the most bytes held at once.
+    """
+
+    def __init__(self, sram_bytes: int | None) -> None:
+        super().__init__()
+        self.sram_bytes = sram_bytes
+        self.peak = 0
+        self._tiles: dict[int, _Tile] = {}
+        self._paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(...) enters through it
+            self._check_inputs(func, (args, kwargs))
+        output = func(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf)
+        return output
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The meter's own work is not the kernel's."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Raise SramExceeded if ``nbytes`` more do not fit; count them otherwise."""
+        self._forget_freed()
+        held = nbytes + sum(tile.nbytes for tile in self._tiles.values())
+        if self.sram_bytes is not None and held > self.sram_bytes:
+            raise SramExceeded(self._explain(nbytes, what, held))
+        self.peak = max(self.peak, held)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, once, for as long as it is alive."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._tiles.get(key)
+        if known is not None and not known.storage.expired():
+            return
+        self._tiles.pop(key, None)
+        what = describe(tuple(tensor.shape), tensor.dtype)
+        self.check_room(storage.nbytes(), what)
+        self._tiles[key] = _Tile(StorageWeakRef(storage), storage.nbytes(), what)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if this kernel made or loaded the tensor."""
+        known = self._tiles.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.storage.expired()
+
+    def _check_inputs(self, func: Any, inputs: Any) -> None:
+        for leaf in tree_leaves(inputs):
+            # A constant of one element is no traffic to speak of.
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not self.holds(leaf):
+                raise NotOnChip(
+                    f"{func.overloadpacket.__name__} was given a "
+                    f"{describe(tuple(leaf.shape), leaf.dtype)} tensor that this kernel neither "
+                    "loaded nor made. A kernel reads device memory only through hbm.load: put the "
+                    "tensor in with hbm.put before the launch and load it inside"
+                )
+
+    def _forget_freed(self) -> None:
+        freed = [key for key, tile in self._tiles.items() if tile.storage.expired()]
+        for key in freed:
+            del self._tiles[key]
+
+    def _explain(self, nbytes: int, what: str, held: int) -> str:
+        assert self.sram_bytes is not None
+        limit = f"the chip has {readable_bytes(self.sram_bytes)} a block"
+        if nbytes > self.sram_bytes:
+            return (
+                f"this kernel holds a {what} tile: {readable_bytes(nbytes)}; {limit}. "
+                "Work on a block of it at a time"
+            )
+        tiles = sorted(self._tiles.values(), key=lambda tile: -tile.nbytes)
+        listed = ", ".join(
+            f"{w} ({readable_bytes(n)})"
+            for n, w in [(nbytes, what), *((t.nbytes, t.what) for t in tiles[:4])]
+        )
+        more = f" and {len(tiles) - 4} smaller ones" if len(tiles) > 4 else ""
+        return (
+            f"this kernel holds {len(tiles) + 1} tiles at once, {readable_bytes(held)} in all: "
+            f"{listed}{more}; {limit}. Use smaller blocks, or let go of tiles you have used (del)"
+        )
+
+
+def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """``"64×128 float32"``; sizes of 1 in front say nothing and are left out."""
+    sizes = list(shape)
+    while len(sizes) > 2 and sizes[0] == 1:
+        sizes.pop(0)
+    return f"{'×'.join(map(str, sizes)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
