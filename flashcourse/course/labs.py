@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from flashcourse.course.files import (
 from flashcourse.course.stamp import stamp
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-CHECK = ".check"  # the graded cell of `lab1.softmax` is `lab1.softmax.check`
+CHECK = "-check"  # the cell that grades `lab1-softmax` is `lab1-softmax-check`
 
 
 def lab_files(root: Path) -> dict[Path, str]:
@@ -66,8 +67,9 @@ def release(solution: NotebookNode) -> NotebookNode:
         try:
             lab, resources = step.preprocess(lab, resources)
         except Exception as error:
+            reason = error.__context__ or error  # it wraps what it found in a general remark
             name = type(step).__name__
-            raise CourseError(f"nbgrader's {name} refuses the notebook: {error}") from error
+            raise CourseError(f"nbgrader's {name} refuses the notebook: {reason}") from error
     return lab
 
 
@@ -99,6 +101,15 @@ def _points() -> dict[str, float]:
     return {name: question.points for name, question in all_questions().items()}
 
 
+def grade_id(question: str) -> str:
+    """The nbgrader id of a question's answer cell, which is the cell's own id as well.
+
+    Both formats allow letters, digits, hyphens and underscores, and no dot: the answer to
+    ``lab1.softmax`` is the cell ``lab1-softmax``, graded by the cell ``lab1-softmax-check``.
+    """
+    return question.replace(".", "-")
+
+
 def source_problems(solution: NotebookNode, points: Mapping[str, float]) -> list[str]:
     """What keeps a solved lab from being a source of labs; an empty list is good.
 
@@ -107,80 +118,79 @@ def source_problems(solution: NotebookNode, points: Mapping[str, float]) -> list
         points: the points of each question that can be asked.
     """
     found: list[str] = []
-    answers: list[str] = []
-    graded: list[str] = []
     for cell in solution.cells:
         found += [f"cell {cell.get('id')}: {text}" for text in _cell_problems(cell, points)]
-        grader = cell.metadata.get("nbgrader", {})
-        if grader.get("solution"):
-            answers.append(str(grader.get("grade_id")))
-        if grader.get("grade"):
-            graded.append(str(grader.get("grade_id")))
-    found += [f"{name}: no graded cell {name}{CHECK}" for name in _unchecked(answers, graded)]
-    for name in (*answers, *graded):
-        if (*answers, *graded).count(name) > 1:
-            found.append(f"grade_id {name!r} is used more than once")
+    marked = [cell for cell in solution.cells if cell.metadata.get("nbgrader")]
+    answers = [_grade_id(cell) for cell in marked if cell.metadata.nbgrader.get("solution")]
+    graded = [_grade_id(cell) for cell in marked if cell.metadata.nbgrader.get("grade")]
+    for name in answers:
+        if name + CHECK not in graded:
+            found.append(f"{name}: there is no graded cell {name}{CHECK}")
+    for name, times in Counter([*answers, *graded]).items():
+        if times > 1:
+            found.append(f"grade_id {name!r} is used {times} times")
     if not graded:
-        found.append("no graded cell at all")
-    return list(dict.fromkeys(found))
+        found.append("there is no graded cell")
+    return found
 
 
-def _unchecked(answers: Iterable[str], graded: Iterable[str]) -> list[str]:
-    checked = {name.removesuffix(CHECK) for name in graded}
-    return [name for name in answers if name not in checked]
+def _grade_id(cell: NotebookNode) -> str:
+    return str(cell.metadata.nbgrader.get("grade_id"))
 
 
 def _cell_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterator[str]:
     grader = cell.metadata.get("nbgrader")
-    marked = re.match(r"# lab: (\S*)", cell.source)
     if cell.cell_type == "code" and (cell.outputs or cell.execution_count is not None):
         yield "solutions/ is kept without outputs; clear them"
     if grader is None:
-        if marked:
+        if cell.source.startswith("# lab:"):
             yield "it begins with `# lab:` and has no nbgrader metadata"
         if BEGIN in cell.source or END in cell.source:
             yield "it holds a solution region and has no nbgrader metadata"
         return
-    # A cell id may not hold a dot (nbformat 4.5), so the dots of a grade_id become hyphens there.
-    if str(grader.get("grade_id")).replace(".", "-") != cell.get("id"):
-        yield f"its id is not its grade_id {grader.get('grade_id')!r} with hyphens for dots"
     if grader.get("schema_version") != 3:
         yield f"nbgrader's schema_version must be 3, got {grader.get('schema_version')!r}"
     if grader.get("solution"):
-        yield from _answer_problems(cell, marked[1] if marked else None, points)
+        yield from _answer_problems(cell, points)
     elif grader.get("grade"):
         yield from _graded_problems(cell, points)
 
 
-def _answer_problems(
-    cell: NotebookNode, marked: str | None, points: Mapping[str, float]
-) -> Iterator[str]:
-    name = cell.metadata.nbgrader.get("grade_id")
+def _answer_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterator[str]:
     lines = [line.strip() for line in cell.source.split("\n")]
-    if marked != name:
-        yield f"its first line must be `# lab: {name}`"
+    marked = re.fullmatch(r"# lab: (\S+)", lines[0])
+    if marked is None:
+        yield f"its first line must be `# lab: <question>`, got {lines[0]!r}"
+    else:
+        yield from _identity_problems(cell, marked[1], grade_id(marked[1]), points)
     if lines.count(BEGIN) == 0 or lines.count(BEGIN) != lines.count(END):
         yield f"its answer must stand between `{BEGIN}` and `{END}`"
     if cell.metadata.nbgrader.get("grade"):
         yield "an answer is graded in a cell of its own; set grade to false"
-    if name not in points:
-        yield f"flashcourse.grading knows no question {name!r}"
 
 
 def _graded_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterator[str]:
-    grader = cell.metadata.nbgrader
-    name = str(grader.get("grade_id"))
-    question = name.removesuffix(CHECK)
-    if not name.endswith(CHECK):
-        yield f"a graded cell is called after its question: `<question>{CHECK}`"
-    if not grader.get("locked"):
+    called = re.search(r"\bcheck\(\s*[\"']([^\"']+)[\"']", cell.source)
+    if called is None:
+        yield 'it must call check("<question>", answer)'
+        return
+    question = called[1]
+    yield from _identity_problems(cell, question, grade_id(question) + CHECK, points)
+    given = cell.metadata.nbgrader.get("points")
+    if question in points and given != points[question]:
+        yield f"it gives {given} points, the question {points[question]:g}"
+    if not cell.metadata.nbgrader.get("locked"):
         yield "a graded cell must be locked"
-    if f'check("{question}"' not in cell.source:
-        yield f'it must call check("{question}", ...)'
+
+
+def _identity_problems(
+    cell: NotebookNode, question: str, expected: str, points: Mapping[str, float]
+) -> Iterator[str]:
+    for name, value in (("grade_id", _grade_id(cell)), ("id", cell.get("id"))):
+        if value != expected:
+            yield f"its {name} must be {expected!r}, got {value!r}"
     if question not in points:
         yield f"flashcourse.grading knows no question {question!r}"
-    elif grader.get("points") != points[question]:
-        yield f"it gives {grader.get('points')} points, the question {points[question]}"
 
 
 def graded_cells(notebook: NotebookNode) -> list[str]:
