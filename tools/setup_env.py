@@ -87,6 +87,7 @@ def check_venv_module(find_spec, version):
 
 
 def existing_parent(path):
+    path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return path
@@ -171,6 +172,7 @@ OFFLINE = re.compile(
     r"ReadTimeoutError|ProxyError|SSLError|Temporary failure in name resolution|"
     r"Network is unreachable|Connection refused|Could not fetch URL"
 )
+NOTHING = re.compile(r"satisfies the requirement ([\w.-]+).*\(from versions: none\)")
 FULL = re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122")
 
 
@@ -187,6 +189,13 @@ def explain_pip_failure(log):
             "pip could not reach its package index. Check the network; behind a proxy, set "
             "HTTPS_PROXY;\nwith an index of your own, set PIP_INDEX_URL or `pip config`. Then type "
             "the command again:\nwhat was downloaded is kept."
+        )
+    nothing = NOTHING.search(log)
+    if nothing:
+        return (
+            f"pip's package index offered no release of {nothing.group(1)}: it cannot be reached, "
+            "or it serves\nnothing for this Python. Check the network and `pip config list`, then "
+            "type the command again."
         )
     return (
         "pip could not install the course; its own error stands above. Then type the command again."
@@ -317,7 +326,12 @@ def lock_and_set_up(arguments):
         except OSError:
             say("Another set-up of this course is running: waiting for it ...")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        set_up(arguments.venv, arguments.extra, arguments.this_python, arguments.target)
+        set_up(
+            os.path.abspath(arguments.venv),
+            arguments.extra,
+            arguments.this_python,
+            arguments.target,
+        )
 
 
 def main(argv=None):
