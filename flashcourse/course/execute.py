@@ -41,7 +41,7 @@ def find_lessons(root: Path, names: Sequence[str]) -> list[Path]:
         raise CourseError(f"there are no notebooks in {root / LESSONS}")
     chosen = []
     for name in names:
-        stem = Path(name).stem
+        stem = f"{int(name):02}" if name.isdecimal() else Path(name).stem  # 1 is 01, not 10
         fits = [path for path in lessons if path.stem == stem]
         fits = fits or [path for path in lessons if path.stem.startswith(stem)]
         if len(fits) != 1:

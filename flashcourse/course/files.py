@@ -63,17 +63,21 @@ def notebooks_in(root: Path, *folders: str) -> list[Path]:
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """Read one notebook as format 4.
+    """Read one notebook exactly as it is: nbformat's own ``read`` makes up ids and mends others.
 
     Raises:
-        CourseError: the file is not a notebook.
+        CourseError: the file is not a notebook of format 4.
     """
-    import nbformat
+    from nbformat import reader
 
     try:
-        return nbformat.read(path, as_version=4)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, OSError) as error:
+        notebook = reader.reads(path.read_text(encoding="utf-8"))
+        found = f"format {notebook.nbformat}"
+    except (reader.NotJSONError, ValueError, AttributeError, KeyError, OSError) as error:
         raise CourseError(f"{path}: not a readable notebook: {error}") from error
+    if notebook.nbformat != 4:
+        raise CourseError(f"{path}: {found}, wanted format 4: save it anew in JupyterLab")
+    return notebook
 
 
 def notebook_text(notebook: NotebookNode) -> str:
@@ -84,11 +88,14 @@ def notebook_text(notebook: NotebookNode) -> str:
     """
     import nbformat
 
+    ids = [cell.get("id") for cell in notebook.cells]
+    if len(set(ids)) != len(ids):  # validate() would give them new random ones
+        raise CourseError("not a valid notebook: two cells have the same id")
     try:
         nbformat.validate(notebook)
     except nbformat.ValidationError as error:
         raise CourseError(f"not a valid notebook: {str(error).splitlines()[0]}") from error
-    return nbformat.writes(notebook, version=nbformat.NO_CONVERT) + "\n"
+    return nbformat.v4.writes(notebook) + "\n"
 
 
 def write_whole(files: Mapping[Path, str | bytes]) -> None:

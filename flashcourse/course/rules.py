@@ -32,6 +32,7 @@ MOST_CELLS = 40
 HUMAN_ID = re.compile(r"(?!^[0-9a-f]{8}$)(?!.*[0-9a-f]{12})[a-z][a-z0-9]*([-_.][a-z0-9]+)*")
 MACHINE_PATH = re.compile(
     r"(?<![\w.:/-])/(?:home|root|work|tmp|Users|private/tmp|var/folders|content|mnt/[a-z])/[^\s'\"]*"
+    r"|\bfile:///[^\s'\"]*"
     r"|\b[A-Za-z]:\\{1,2}[A-Za-z][^\s'\"]*"
 )
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<target>[^)\s]*)[^)]*\)")
@@ -51,7 +52,12 @@ def problems(notebook: NotebookNode, kind: str, settings: ColabSettings) -> list
     """
     if kind not in (LESSONS, SOLUTIONS, LABS):
         raise ValueError(f"kind must be {LESSONS}, {SOLUTIONS} or {LABS}, got {kind!r}")
-    found = [*_ids(notebook), *_size(notebook), *_generated(notebook, kind, settings)]
+    found = [*_ids(notebook)]
+    try:
+        size = len(notebook_text(notebook).encode("utf-8"))
+    except CourseError as error:
+        return [*found, str(error)]
+    found += [*_size(notebook, size), *_generated(notebook, kind, settings)]
     for cell in notebook.cells:
         where = f"cell {cell.get('id')}"
         found += [f"{where}: {text}" for text in _cell(cell, kind)]
@@ -67,22 +73,11 @@ def _ids(notebook: NotebookNode) -> Iterator[str]:
             yield f"cell id {name!r} is not a short lower-case name such as 'online-softmax'"
 
 
-def _size(notebook: NotebookNode) -> Iterator[str]:
+def _size(notebook: NotebookNode, size: int) -> Iterator[str]:
     if len(notebook.cells) > MOST_CELLS:
         yield f"{len(notebook.cells)} cells; at most {MOST_CELLS}"
-    size = len(notebook_text(notebook).encode()) if not _invalid(notebook) else 0
     if size > MOST_BYTES:
         yield f"{size:,} bytes; at most {MOST_BYTES:,}"
-    if _invalid(notebook):
-        yield _invalid(notebook)
-
-
-def _invalid(notebook: NotebookNode) -> str:
-    try:
-        notebook_text(notebook)
-    except CourseError as error:
-        return str(error)
-    return ""
 
 
 def _generated(notebook: NotebookNode, kind: str, settings: ColabSettings) -> Iterator[str]:
