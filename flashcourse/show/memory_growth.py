@@ -30,7 +30,7 @@ def draw_memory_growth(
         failed: lengths whose run was stopped by the budget.
         linear: bytes of the inputs and the output alone, one for each length.
     """
-    figure, axis = new_figure(7.0, 3.6)
+    figure, axis = new_figure(8.6, 3.6)
     mib = [value / MIB for value in predicted]
     axis.plot(lengths, mib, color=BLUE, label="predicted (N²)")
     if linear is not None:
@@ -68,5 +68,5 @@ def draw_memory_growth(
     axis.set_xlabel("sequence length N (seq_q = seq_k)")
     axis.set_ylabel("peak memory, MiB")
     axis.set_ylim(top=max(budget / MIB, max(mib)) * 2.5)
-    axis.legend(loc="lower right")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
