@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from flashcourse.course import commands as course_commands
+from flashcourse.doctor import doctor
+from flashcourse.open_lab import open_lab
 
 app = typer.Typer(
     help="Tools of the FlashAttention course.",
@@ -22,3 +24,6 @@ def main() -> None:
 app.command()(course_commands.notebooks)
 app.command()(course_commands.labs)
 app.command()(course_commands.colab)
+app.command()(doctor)
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(name="open", context_settings=PASS_ON)(open_lab)

@@ -28,10 +28,13 @@ class TritonImportedFirst(RuntimeError):
 
 
 def has_gpu() -> bool:
-    """True if PyTorch sees a GPU it can run on (CUDA or ROCm). False also if torch is missing."""
+    """True if PyTorch sees a GPU it can run on (CUDA or ROCm). False also if torch is missing.
+
+    A torch that does not load counts as missing: the doctor says what is wrong with it.
+    """
     try:
         import torch
-    except ImportError:
+    except Exception:  # a library that does not fit raises OSError, NumPy's ABI AttributeError, ...
         return False
     return torch.cuda.is_available()
 
@@ -69,7 +72,9 @@ def compute_dtype() -> torch.dtype:
 
 def triton_installed() -> bool:
     """True if Triton can be imported; it is not imported to find out."""
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+    if "triton" in sys.modules:
+        return sys.modules["triton"] is not None  # None is how an import is blocked
+    return importlib.util.find_spec("triton") is not None
 
 
 def interpreting() -> bool:
@@ -81,13 +86,14 @@ def prepare_triton() -> None:
     """On a machine without a GPU, switch Triton's interpreter on, and say so once.
 
     Triton reads ``TRITON_INTERPRET`` while it is imported: its own library of kernels is built
-    one way or the other then. Child processes inherit the setting and stay silent.
+    one way or the other then. Child processes inherit the setting and stay silent. A setting made
+    by hand stays: with ``TRITON_INTERPRET=0`` kernels can be compiled for GPUs that are not here.
 
     Raises:
         TritonImportedFirst: Triton is already imported without its interpreter, and there is no
             GPU for what it would compile.
     """
-    if not triton_installed() or interpreting() or has_gpu():
+    if not triton_installed() or "TRITON_INTERPRET" in os.environ or has_gpu():
         return
     if "triton" in sys.modules:
         raise TritonImportedFirst(
