@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What can be verified of one notebook here: all but what ``missing`` lists, with the reason."""
+    """What can be verified of one notebook here: all but what ``missing`` lists, and why."""
 
     notebook: str
     missing: list[str] = field(default_factory=list)
