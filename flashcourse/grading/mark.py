@@ -78,13 +78,16 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
     If some mistakes explain all failures, only those are named; a name that explains one failure
     and contradicts another would mislead.
     """
+    # Most wrong answers are one mistake: follow those that explain the first failure, and ask the
+    # others about the rest only if none of these explains everything.
+    whole = list(question.mistakes)
+    for failure in failures:
+        whole = [mistake for mistake in whole if _same_failure(mistake, failure)]
     explained = [
-        {m.name: m for m in question.mistakes if _same_failure(m, failure)} for failure in failures
+        whole or [m for m in question.mistakes if _same_failure(m, failure)] for failure in failures
     ]
-    in_all = set.intersection(*(set(names) for names in explained))
     findings = []
-    for failure, mistakes in zip(failures, explained, strict=True):
-        named = [m for name, m in mistakes.items() if not in_all or name in in_all]
+    for failure, named in zip(failures, explained, strict=True):
         findings.append(
             Finding(
                 failure.check.name,
@@ -97,13 +100,15 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
 
 
 def _same_failure(mistake: Mistake, failure: _Failure) -> bool:
-    theirs = observe(failure.check, mistake.answer, failure.case)
     ours = failure.observation
-    if not (_misbehaviour(theirs) or failure.check.judge(failure.case, theirs)):
-        return False
-    if ours.error or theirs.error:
+    if ours.error:
         return False  # two errors are rarely the same mistake, and the error speaks for itself
-    return theirs.changed_inputs == ours.changed_inputs and _same_output(ours.output, theirs.output)
+    theirs = observe(failure.check, mistake.answer, failure.case)
+    if theirs.error or theirs.changed_inputs != ours.changed_inputs:
+        return False
+    if not _same_output(ours.output, theirs.output):
+        return False
+    return bool(_misbehaviour(theirs) or failure.check.judge(failure.case, theirs))
 
 
 def _same_output(ours: Any, theirs: Any) -> bool:

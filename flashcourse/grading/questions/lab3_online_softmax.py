@@ -1,0 +1,270 @@
+"""lab3.online_softmax: the maximum and the sum of each row, from a stream that passes once."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashcourse.grading.draw import integer, normal
+from flashcourse.grading.judge import (
+    FORBIDDEN_ATTENTION,
+    judge_operators,
+    judge_tensors,
+    score_tolerance,
+)
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+
+NAMES = ("m", "l")
+BLOCKS_KEPT = 4  # the one at hand, the one before, and two more for a loop's loose ends
+
+# What is right ------------------------------------------------------------------------------
+
+
+def reference(blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and l of each row in float64, from the whole row at once."""
+    s = torch.cat(blocks, dim=1).double()
+    m = s.amax(dim=1)
+    return m, torch.exp(s - torch.where(m == -math.inf, 0.0, m)[:, None]).sum(dim=1)
+
+
+def _judge(case: Case, observation: Observation) -> str | None:
+    m, l = reference(case.args[0])
+    finite = m[torch.isfinite(m)].abs()
+    scores = torch.cat(case.args[0], dim=1)
+    largest = scores[torch.isfinite(scores)].abs().max().item()
+    # A maximum is one of the scores: only those who leave float32 on the way may round it.
+    exact = torch.finfo(torch.float32).eps * (finite.max().item() if finite.numel() else 0.0)
+    allowed = (exact, score_tolerance(largest, l.max().item()))
+    return judge_tensors(NAMES, observation.output, (m, l), allowed, (torch.float32,) * 2)
+
+
+def _call_on_stream(answer: Answer, blocks: list[torch.Tensor]) -> Any:
+    return answer(iter(blocks))
+
+
+def _call_counting(answer: Answer, blocks: list[torch.Tensor]) -> dict[str, Any]:
+    """The answer's result, and how many blocks it kept alive at once at the most."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def stream() -> Iterator[torch.Tensor]:
+        nonlocal most
+        for block in blocks:
+            copy = block.clone()
+            alive.append(weakref.ref(copy))
+            yield copy
+            del copy
+            most = max(most, sum(reference() is not None for reference in alive))
+
+    return {"answer": answer(stream()), "kept": most}
+
+
+def _judge_kept(case: Case, observation: Observation) -> str | None:
+    kept = observation.output["kept"]
+    if kept > BLOCKS_KEPT:
+        return (
+            f"{kept} of the {len(case.args[0])} blocks were held at once: a stream passes once, "
+            "and a block can be forgotten as soon as it is added"
+        )
+    return _judge(case, Observation(output=observation.output["answer"]))
+
+
+def _judge_own_work(case: Case, observation: Observation) -> str | None:
+    return judge_operators(observation, (*FORBIDDEN_ATTENTION, "logsumexp"))
+
+
+# The inputs ---------------------------------------------------------------------------------
+
+
+def _stream(
+    generator: torch.Generator, rows: int, widths: list[int], scale: float = 1.0
+) -> tuple[list[torch.Tensor], str]:
+    blocks = [normal(generator, rows, width, scale=scale) for width in widths]
+    return blocks, f"{len(widths)} blocks of {rows} rows and {', '.join(map(str, widths))} columns"
+
+
+def _widths(generator: torch.Generator, count: int) -> list[int]:
+    return [integer(generator, 2, 9) for _ in range(count)]
+
+
+def _scales(generator: torch.Generator) -> Iterator[Case]:
+    for scale in (1, 5, 40):
+        blocks, shape = _stream(generator, 3, _widths(generator, 6), scale)
+        # The maximum must rise, and not in the last block alone, for a rescale to matter.
+        blocks[3][:, 0] = 3.5 * scale
+        blocks[4][:, 1] = 4.0 * scale
+        yield Case(f"{shape}, scores × {scale}", (blocks,))
+
+
+def _order(generator: torch.Generator) -> Iterator[Case]:
+    for where, place in (("first", 0), ("last", -1)):
+        blocks, shape = _stream(generator, 4, [1, *_widths(generator, 3), 1])
+        blocks[place] += 9.0
+        yield Case(f"{shape}, the largest score in the {where} block", (blocks,))
+    blocks, shape = _stream(generator, 5, [integer(generator, 3, 7)])
+    yield Case(shape, (blocks,))
+
+
+def _levels(generator: torch.Generator) -> Iterator[Case]:
+    blocks, shape = _stream(generator, 4, _widths(generator, 4))
+    level = torch.tensor([[0.0], [300.0], [-300.0], [-90.0]])
+    blocks = [block + level for block in blocks]
+    yield Case(f"{shape}, rows around 0, 300, −300 and −90", (blocks,))
+
+
+def _hidden(generator: torch.Generator) -> Iterator[Case]:
+    blocks, shape = _stream(generator, 4, _widths(generator, 5))
+    for block in (blocks[0], blocks[2], blocks[4]):
+        block[0] = -math.inf  # row 0: the first, a middle and the last block hidden
+    for block in blocks:
+        block[1] = -math.inf  # row 1 sees nothing
+        block[2, 0] = -math.inf
+    yield Case(f"{shape}, some of them −inf, row 1 throughout", (blocks,))
+
+
+def _long(generator: torch.Generator) -> Iterator[Case]:
+    blocks, _ = _stream(generator, 2, [integer(generator, 2, 4) for _ in range(40)])
+    yield Case("40 blocks of 2 rows and 2 to 4 columns", (blocks,))
+
+
+# The known mistakes: each leaves the right path in one place ------------------------------------
+
+Step = Callable[..., Any]
+
+
+def _row_max(s: torch.Tensor) -> torch.Tensor:
+    return s.amax(dim=1)
+
+
+def _finite(m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _online(
+    blocks: Iterator[torch.Tensor],
+    *,
+    start: float = -math.inf,
+    largest: Step = _row_max,
+    running: Step = torch.maximum,
+    pivot: Step = _finite,
+    summed: Step = lambda l, factor, s, p, m: factor * l + p.sum(dim=1),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    m = l = None
+    for s in blocks:
+        if m is None or l is None:
+            m, l = s.new_full((len(s),), start), s.new_zeros(len(s))
+        m_new = running(m, largest(s))
+        safe = pivot(m_new)
+        p, factor = torch.exp(s - safe[:, None]), torch.exp(m - safe)
+        l, m = summed(l, factor, s, p, m_new), m_new
+    assert m is not None
+    assert l is not None
+    return m, l
+
+
+def _mistake(name: str, explanation: str, **step: Any) -> Mistake:
+    return Mistake(name, explanation, partial(_online, **step))
+
+
+def _sum_under_block_max(
+    l: torch.Tensor, factor: torch.Tensor, s: torch.Tensor, p: torch.Tensor, m: torch.Tensor
+) -> torch.Tensor:
+    return factor * l + torch.exp(s - _finite(_row_max(s))[:, None]).sum(dim=1)
+
+
+def _sum_with_inverse_factor(
+    l: torch.Tensor, factor: torch.Tensor, s: torch.Tensor, p: torch.Tensor, m: torch.Tensor
+) -> torch.Tensor:
+    return torch.where(l == 0, 0.0, l / factor) + p.sum(dim=1)
+
+
+def _all_at_once(blocks: Iterator[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = list(blocks)
+    return _online(iter([torch.cat(kept, dim=1)]))
+
+
+def _two_loops(blocks: Iterator[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    m, _ = _online(blocks)
+    l = torch.zeros_like(m)
+    for s in blocks:
+        l = l + torch.exp(s - _finite(m)[:, None]).sum(dim=1)
+    return m, l
+
+
+MISTAKES = (
+    _mistake(
+        "the sum is not rescaled",
+        "what was summed under the old maximum must be multiplied with exp(m_old − m_new) before "
+        "the new terms are added.",
+        summed=lambda l, factor, s, p, m: l + p.sum(dim=1),
+    ),
+    _mistake(
+        "rescaled with the inverse factor",
+        "the factor is exp(m_old − m_new), never above 1; exp(m_new − m_old) grows.",
+        summed=_sum_with_inverse_factor,
+    ),
+    _mistake(
+        "the new terms are rescaled too",
+        "only the old sum was made under the old maximum: factor · l + p, not factor · (l + p).",
+        summed=lambda l, factor, s, p, m: factor * (l + p.sum(dim=1)),
+    ),
+    _mistake(
+        "the block's own maximum in the new terms",
+        "the new terms must use the running maximum, as the rescaled old sum does.",
+        summed=_sum_under_block_max,
+    ),
+    _mistake(
+        "the maximum of the last block only",
+        "m must be the largest score so far: maximum(m, the block's maximum).",
+        running=lambda m, block_max: block_max,
+    ),
+    _mistake(
+        "one maximum for all rows",
+        "each row has its own maximum: amax(dim=1), not max().",
+        largest=lambda s: s.amax().expand(len(s)),
+    ),
+    _mistake(
+        "m starts at 0",
+        "0 beats every negative score. The maximum of nothing is −inf.",
+        start=0.0,
+    ),
+    _mistake(
+        "no max subtraction",
+        "l is the sum of exp(s − m). The sum of exp(s) overflows above 88.7 in float32.",
+        summed=lambda l, factor, s, p, m: l + torch.exp(s).sum(dim=1),
+    ),
+    _mistake(
+        "NaN where every score so far is −inf",
+        "−inf − (−inf) is NaN. Subtract a finite pivot where m is still −inf.",
+        pivot=lambda m: m,
+    ),
+    Mistake(
+        "the stream is read twice",
+        "after the first loop it is empty, so the second adds nothing and l stays 0.",
+        _two_loops,
+    ),
+    Mistake(
+        "all blocks are collected first",
+        "the numbers are right, but the memory grows with the row. m and l are all you need.",
+        _all_at_once,
+    ),
+)
+
+QUESTION = Question(
+    id="lab3.online_softmax",
+    points=3,
+    checks=(
+        Check("m and l of every row, for scores × 1, × 5, × 40", _scales, _judge, _call_on_stream),
+        Check("the maximum may come in any block", _order, _judge, _call_on_stream),
+        Check("rows far above and below 0", _levels, _judge, _call_on_stream),
+        Check("scores of −inf count nothing", _hidden, _judge, _call_on_stream),
+        Check("one pass, block by block", _long, _judge_kept, _call_counting),
+        Check("the softmax is your own", _order, _judge_own_work, _call_on_stream),
+    ),
+    mistakes=MISTAKES,
+)

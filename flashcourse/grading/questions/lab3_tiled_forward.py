@@ -1,0 +1,459 @@
+"""lab3.tiled_forward: attention over tiles with the online softmax; out and lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashcourse.attention import naive_attention
+from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.judge import (
+    FORBIDDEN_ATTENTION,
+    judge_largest_tensor,
+    judge_operators,
+    judge_tensors,
+    score_tolerance,
+)
+from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+
+NAMES = ("out", "lse")
+FLOAT32 = (torch.float32, torch.float32)
+LONG = 512  # the length at which memory is judged
+MOST_NUMBERS = LONG * LONG // 4  # inputs, outputs and a block of rows are at most half of this
+
+# What is right ------------------------------------------------------------------------------
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in float64, from the inputs as they are."""
+    out = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal, return_lse=True)
+    assert isinstance(out, tuple)
+    return out
+
+
+def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
+    """The largest Σ|q_i k_i| · scale: what the rounding error of a score is relative to."""
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (q.abs() @ keys.abs().transpose(-2, -1)).max().item() * q.shape[-1] ** -0.5
+
+
+def _judge(case: Case, observation: Observation) -> str | None:
+    q, k, v = case.args
+    size = largest_score(q, k)
+    allowed = (score_tolerance(size, v.abs().max().item()), score_tolerance(size, 1.0))
+    expected = reference(q, k, v, case.kwargs.get("is_causal", False))
+    return judge_tensors(NAMES, observation.output, expected, allowed, FLOAT32)
+
+
+def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
+    message = _judge(case, observation)
+    if message:
+        seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
+        return f"{message} (queries 0 to {seq_q - seq_k - 1} see no key: out 0, lse −inf)"
+    return None
+
+
+def judge_memory(case: Case, observation: Observation) -> str | None:
+    """Judge that no tensor grows with seq_q × seq_k."""
+    seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
+    meaning = f"that is the size of the whole {seq_q}×{seq_k} score matrix, not of a tile"
+    return judge_largest_tensor(observation, MOST_NUMBERS, meaning)
+
+
+def _judge_own_work(case: Case, observation: Observation) -> str | None:
+    return judge_operators(observation, FORBIDDEN_ATTENTION)
+
+
+# The inputs (the backward's question draws from them too) ---------------------------------------
+
+
+def draw_case(
+    generator: torch.Generator,
+    seq_q: int,
+    seq_k: int,
+    blocks: tuple[int, int],
+    *,
+    heads: tuple[int, int] = (2, 2),
+    batch: int = 2,
+    head_dim: int | None = None,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    note: str = "",
+) -> Case:
+    """Normal q, k and v with these shapes, and the options of the call."""
+    head_dim = head_dim or integer(generator, 6, 14)
+    q = normal(generator, batch, heads[0], seq_q, head_dim, scale=scale)
+    k = normal(generator, batch, heads[1], seq_k, head_dim)
+    v = normal(generator, batch, heads[1], seq_k, head_dim)
+    options = {"is_causal": is_causal, "block_q": blocks[0], "block_k": blocks[1]}
+    described = f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, " + ", ".join(
+        f"{name}={value}" for name, value in options.items()
+    )
+    return Case(described + (f", {note}" if note else ""), (q, k, v), options)
+
+
+def ragged_cases(generator: torch.Generator) -> Iterator[Case]:
+    """Lengths that are no multiple of the blocks, blocks that differ, one larger than the row."""
+    yield draw_case(generator, integer(generator, 17, 23), integer(generator, 33, 39), (8, 16))
+    yield draw_case(generator, integer(generator, 9, 15), integer(generator, 9, 15), (8, 4))
+    yield draw_case(generator, 7, integer(generator, 11, 14), (16, 32))
+    yield draw_case(generator, 16, 24, (8, 8))
+
+
+def scale_cases(generator: torch.Generator) -> Iterator[Case]:
+    for scale in (1, 5, 40):
+        n = integer(generator, 17, 29)
+        case = draw_case(generator, n, n, (8, 8), scale=scale, note=f"scores × {scale}")
+        if scale == 40:  # one score of 100 at the least: exp(100) does not fit into float32
+            q, k, _ = case.args
+            key = k[0, 0, 1]
+            q[0, 0, 0] = key * 100 * q.shape[-1] ** 0.5 / (key @ key)
+        yield case
+
+
+def level_cases(generator: torch.Generator) -> Iterator[Case]:
+    """All scores of a row near 300, or all near −300."""
+    case = draw_case(generator, 14, integer(generator, 17, 23), (8, 8), note="rows near ±300")
+    q, k, _ = case.args
+    level = (300 * q.shape[-1] ** 0.5) ** 0.5
+    q[..., 0], k[..., 0] = level, level
+    q[..., 1::2, 0] = -level
+    yield case
+
+
+def causal_cases(generator: torch.Generator) -> Iterator[Case]:
+    for blocks in ((8, 8), (4, 8), (8, 4)):
+        n = integer(generator, 18, 23)
+        yield draw_case(generator, n, n, blocks, is_causal=True)
+
+
+def longer_key_cases(generator: torch.Generator) -> Iterator[Case]:
+    seq_q = integer(generator, 9, 13)
+    yield draw_case(generator, seq_q, integer(generator, 21, 27), (4, 8), is_causal=True)
+    yield draw_case(generator, 1, integer(generator, 9, 21), (4, 8), is_causal=True)
+
+
+def empty_row_cases(generator: torch.Generator) -> Iterator[Case]:
+    """More queries than keys: the first queries see nothing, in whole blocks and in part of one."""
+    seq_k = integer(generator, 9, 11)
+    yield draw_case(generator, seq_k + 11, seq_k, (4, 4), is_causal=True)
+    yield draw_case(generator, seq_k + 5, seq_k, (8, 4), is_causal=True)
+
+
+def low_score_cases(generator: torch.Generator) -> Iterator[Case]:
+    n = integer(generator, 10, 15)
+    case = draw_case(generator, n, n, (4, 4), is_causal=True, note="scores near −20,000")
+    q, k, _ = case.args
+    q[..., 0] = (20_000 * q.shape[-1] ** 0.5) ** 0.5
+    k[..., 0] = -q[..., :1, 0]
+    yield case
+
+
+def head_cases(generator: torch.Generator) -> Iterator[Case]:
+    for heads in ((6, 2), (6, 3)):
+        n = integer(generator, 9, 14)
+        yield draw_case(generator, n, n + 3, (8, 8), heads=heads)
+
+
+def layout_cases(generator: torch.Generator) -> Iterator[Case]:
+    for order, stored in (
+        ((0, 2, 1, 3), "(batch, seq, heads, head_dim)"),
+        ((1, 3, 0, 2), "(heads, head_dim, batch, seq)"),
+    ):
+        case = draw_case(generator, 9, 13, (4, 8), heads=(4, 2))
+        tensors = tuple(strided(t, order) for t in case.args)
+        yield Case(f"{case.description}, stored as {stored}", tensors, case.kwargs)
+
+
+def long_cases(generator: torch.Generator) -> Iterator[Case]:
+    yield draw_case(generator, LONG, LONG, (64, 64), heads=(1, 1), batch=1, head_dim=8)
+
+
+# The known mistakes: each leaves the right path in one place ------------------------------------
+
+Step = Callable[..., Any]
+
+
+def _visible(i: torch.Tensor, j: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
+    return j <= i + seq_k - seq_q
+
+
+def _stop(rows: range, seq_q: int, seq_k: int, block_k: int, is_causal: bool) -> int:
+    """One past the last key to read for a block of queries."""
+    return min(seq_k, rows.stop + seq_k - seq_q) if is_causal else seq_k
+
+
+def _finite(m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _divided(o: torch.Tensor, l: torch.Tensor) -> torch.Tensor:
+    return o / torch.where(l == 0, 1.0, l)
+
+
+def _repeated(x: torch.Tensor, group: int) -> torch.Tensor:
+    return x.repeat_interleave(group, dim=1)
+
+
+def _tiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+    *,
+    spread: Step = _repeated,
+    scaled: Step = lambda s, head_dim: s * head_dim**-0.5,
+    query_stop: Step = lambda seq_q, block_q: seq_q,
+    stop: Step = _stop,
+    visible: Step = _visible,
+    hidden: float = -math.inf,
+    start: float = -math.inf,
+    pivot: Step = _finite,
+    new_sum: Step = lambda factor, l, p: factor * l + p.sum(dim=-1, keepdim=True),
+    new_out: Step = lambda factor, o, pv, l: factor * o + pv,
+    finish: Step = _divided,
+    log_sum_exp: Step = lambda m, l: m + torch.log(l),
+    accumulate: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = spread(k, group), spread(v, group)
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
+    for first in range(0, query_stop(seq_q, block_q), block_q):
+        rows = range(first, min(first + block_q, seq_q))
+        q_i = q[:, :, rows.start : rows.stop]
+        m = torch.full((*q_i.shape[:3], 1), start)
+        l = torch.zeros_like(m)
+        o = torch.zeros(q_i.shape, dtype=accumulate)
+        for key in range(0, stop(rows, seq_q, seq_k, block_k, is_causal), block_k):
+            k_j, v_j = k[:, :, key : key + block_k], v[:, :, key : key + block_k]
+            s = scaled(q_i @ k_j.transpose(-2, -1), q.shape[-1])
+            if is_causal:
+                i, j = torch.arange(rows.start, rows.stop), key + torch.arange(s.shape[-1])
+                s = s.masked_fill(~visible(i[:, None], j, seq_q, seq_k), hidden)
+            m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+            safe = pivot(m_new)
+            p, factor = torch.exp(s - safe), torch.exp(m - safe)
+            l = new_sum(factor, l, p)
+            o = new_out(factor, o, p @ v_j, l).to(accumulate)
+            m = m_new
+        out[:, :, rows.start : rows.stop] = finish(o, l)
+        lse[:, :, rows.start : rows.stop] = log_sum_exp(pivot(m), l).squeeze(-1)
+    return out, lse
+
+
+def _mistake(name: str, explanation: str, **step: Any) -> Mistake:
+    return Mistake(name, explanation, partial(_tiled, **step))
+
+
+def _stop_at_first_query(rows: range, seq_q: int, seq_k: int, block_k: int, is_causal: bool) -> int:
+    if not is_causal:
+        return seq_k
+    return min(seq_k, rows.start + seq_k - seq_q) // block_k * block_k
+
+
+def _stop_at_whole_blocks(
+    rows: range, seq_q: int, seq_k: int, block_k: int, is_causal: bool
+) -> int:
+    return min(_stop(rows, seq_q, seq_k, block_k, is_causal), seq_k // block_k * block_k)
+
+
+def _whole_matrix(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _tiled(q, k, v, is_causal, max(q.shape[2], 1), max(k.shape[2], 1))
+
+
+def _mean_of_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    total, count = torch.zeros(q.shape), 0
+    for key in range(0, seq_k, block_k):
+        s = q @ _repeated(k[:, :, key : key + block_k], group).transpose(-2, -1)
+        s = s * q.shape[-1] ** -0.5
+        if is_causal:
+            i, j = torch.arange(seq_q)[:, None], key + torch.arange(s.shape[-1])
+            s = s.masked_fill(~_visible(i, j, seq_q, seq_k), -math.inf)
+        p = torch.exp(s - _finite(s.amax(dim=-1, keepdim=True)))
+        p = _divided(p, p.sum(dim=-1, keepdim=True))
+        total, count = total + p @ _repeated(v[:, :, key : key + block_k], group), count + 1
+    _, lse = _tiled(q, k, v, is_causal, block_q, block_k)
+    return total / max(count, 1), lse
+
+
+MISTAKES = (
+    _mistake(
+        "the accumulator is not rescaled",
+        "when the maximum rises, what was added to the output under the old maximum must be "
+        "multiplied with exp(m_old − m_new), as the sum is.",
+        new_out=lambda factor, o, pv, l: o + pv,
+    ),
+    _mistake(
+        "the sum is not rescaled",
+        "when the maximum rises, l must be multiplied with exp(m_old − m_new), as the output is.",
+        new_sum=lambda factor, l, p: l + p.sum(dim=-1, keepdim=True),
+    ),
+    _mistake(
+        "no max subtraction",
+        "exp overflows above 88.7 in float32 and underflows far below.",
+        pivot=torch.zeros_like,
+    ),
+    _mistake(
+        "m starts at 0",
+        "where all scores are far below 0, every exp(s − 0) underflows. The maximum of nothing is "
+        "−inf.",
+        start=0.0,
+    ),
+    _mistake(
+        "scale missing",
+        "the scores are q·k / √head_dim.",
+        scaled=lambda s, head_dim: s,
+    ),
+    _mistake(
+        "scaled twice",
+        "1/√head_dim was applied to q and to the scores, say: apply it once.",
+        scaled=lambda s, head_dim: s / head_dim,
+    ),
+    _mistake(
+        "the last keys are dropped",
+        "seq_k need not be a multiple of block_k: the loop must visit the ragged last block too.",
+        stop=_stop_at_whole_blocks,
+    ),
+    _mistake(
+        "the last queries are dropped",
+        "seq_q need not be a multiple of block_q: the loop must visit the ragged last block too.",
+        query_stop=lambda seq_q, block_q: seq_q // block_q * block_q,
+    ),
+    _mistake(
+        "causal mask ignored",
+        "is_causal=True changed nothing.",
+        visible=lambda i, j, seq_q, seq_k: torch.ones_like(i + j, dtype=torch.bool),
+        stop=lambda rows, seq_q, seq_k, block_k, is_causal: seq_k,
+    ),
+    _mistake(
+        "causal mask aligned to the top left",
+        "the last query stands at the last key: j <= i + seq_k − seq_q, not j <= i.",
+        visible=lambda i, j, seq_q, seq_k: j <= i,
+        stop=lambda rows, seq_q, seq_k, block_k, is_causal: (
+            min(rows.stop, seq_k) if is_causal else seq_k
+        ),
+    ),
+    _mistake(
+        "causal off by one: a query does not see its own key",
+        "the diagonal belongs to the visible keys: <=, not <.",
+        visible=lambda i, j, seq_q, seq_k: j < i + seq_k - seq_q,
+    ),
+    _mistake(
+        "causal off by one: a query sees the next key",
+        "the key after the diagonal is the future.",
+        visible=lambda i, j, seq_q, seq_k: j <= i + seq_k - seq_q + 1,
+        stop=lambda rows, seq_q, seq_k, block_k, is_causal: (
+            min(seq_k, rows.stop + seq_k - seq_q + 1) if is_causal else seq_k
+        ),
+    ),
+    _mistake(
+        "the causal loop stops a tile early",
+        "the last tile to visit is the one that the block's last query reaches, and it is only "
+        "partly visible.",
+        stop=_stop_at_first_query,
+    ),
+    _mistake(
+        "hidden scores filled with a finite number",
+        "real scores can be lower than −10,000, and then the hidden keys win; and a row that sees "
+        "no key gets a mean of values. Fill with −inf.",
+        hidden=-1e4,
+    ),
+    _mistake(
+        "a row that sees no key gives NaN",
+        "−inf − (−inf) is NaN, and so is 0/0. Subtract a finite pivot, and divide by 1 where the "
+        "sum is 0.",
+        pivot=lambda m: m,
+        finish=lambda o, l: o / l,
+    ),
+    _mistake(
+        "KV heads tiled instead of repeated",
+        "query head h read KV head h % heads_kv. Neighbouring query heads share: "
+        "h // (heads_q // heads_kv).",
+        spread=lambda x, group: x.repeat(1, group, 1, 1),
+    ),
+    _mistake(
+        "divided by the sum in every tile",
+        "the accumulator holds unnormalised sums; divide once, after the last tile.",
+        new_out=lambda factor, o, pv, l: _divided(factor * o + pv, l),
+        finish=lambda o, l: o,
+    ),
+    _mistake(
+        "never divided by the sum",
+        "exp(s − m) is only the numerator of the softmax.",
+        finish=lambda o, l: o,
+    ),
+    Mistake(
+        "the mean of each tile's own softmax",
+        "a tile counts with its share of the row's sum, not with one part in the number of tiles.",
+        _mean_of_tiles,
+    ),
+    _mistake(
+        "an epsilon in the denominator",
+        "l is at least 1 for a row that sees a key. An epsilon makes every weight too small; "
+        "divide by 1 where l is 0 instead.",
+        finish=lambda o, l: o / (l + 1e-2),
+    ),
+    _mistake(
+        "lse in base 2",
+        "lse is the natural logarithm: m + log(l).",
+        log_sum_exp=lambda m, l: (m + torch.log(l)) / math.log(2),
+    ),
+    _mistake(
+        "lse without the maximum",
+        "log(l) is relative to the maximum that was subtracted: lse = m + log(l).",
+        log_sum_exp=lambda m, l: torch.log(l),
+    ),
+    _mistake(
+        "float16 accumulator",
+        "the running output was kept in float16: an error of 1 in 2,000 at every tile. Sums live "
+        "in float32.",
+        accumulate=torch.float16,
+    ),
+    Mistake(
+        "the whole score matrix in memory",
+        "the numbers are right, but one tile covers all queries and all keys.",
+        _whole_matrix,
+    ),
+)
+
+QUESTION = Question(
+    id="lab3.tiled_forward",
+    points=5,
+    checks=(
+        Check("out and lse over tiles, ragged ends included", ragged_cases, _judge),
+        Check("scores × 1, × 5 and × 40", scale_cases, _judge),
+        Check("rows far above and below 0", level_cases, _judge),
+        Check("query heads share KV heads", head_cases, _judge),
+        Check("causal: no query sees a later key", causal_cases, _judge),
+        Check("causal with more keys than queries", longer_key_cases, _judge),
+        Check("a query that sees no key gives 0 and −inf", empty_row_cases, _judge_empty_rows),
+        Check("hidden keys stay hidden below any score", low_score_cases, _judge),
+        Check("any strides", layout_cases, _judge),
+        Check("no tensor of seq_q × seq_k", long_cases, judge_memory),
+        Check("the attention is your own", ragged_cases, _judge_own_work),
+    ),
+    mistakes=MISTAKES,
+)
