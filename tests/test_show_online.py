@@ -91,7 +91,8 @@ def test_tiles_are_whole_masked_or_skipped(seq_q, seq_k, block_q, block_k):
     for (i, j), kind in kinds.items():
         expected = WHOLE if tile(i, j).all() else MASKED if tile(i, j).any() else SKIPPED
         assert kind == expected
-    labels = [t.get_text() for t in draw_tiles(visible, block_q, block_k, visited).axes[0].get_legend().texts]  # fmt: skip
+    legend = draw_tiles(visible, block_q, block_k, visited).axes[0].get_legend()
+    labels = [text.get_text() for text in legend.texts]
     assert f"skipped: {list(kinds.values()).count(SKIPPED)}" in labels
 
 
