@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -13,13 +14,12 @@ from flashcourse.show.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, new
 
 @dataclass(frozen=True)
 class Lesson:
-    """A row of the map. ``ready`` says whether this release contains the lesson."""
+    """A row of the map, and the lab that goes with it."""
 
     name: str
     question: str
     part: str
     lab: str | None = None
-    ready: bool = False
 
 
 PARTS = {
@@ -30,27 +30,24 @@ PARTS = {
 }
 
 LESSONS = (
-    Lesson("00_start_here", "What can I run here?", "the idea", ready=True),
+    Lesson("00_start_here", "What can I run here?", "the idea"),
     Lesson(
         "01_naive_attention",
         "What does attention compute and keep?",
         "the idea",
         "lab 1 · 10 points",
-        ready=True,
     ),
     Lesson(
         "02_memory_traffic",
         "Why is a softmax slow where a product is fast?",
         "the idea",
         "lab 2 · 15 points",
-        ready=True,
     ),
     Lesson(
         "03_online_softmax",
         "How to normalise a row before it is seen?",
         "the idea",
         "lab 3 · 15 points",
-        ready=True,
     ),
     Lesson(
         "04_triton_forward",
@@ -72,14 +69,23 @@ LESSONS = (
 )
 
 
-def draw_course_map(lessons: tuple[Lesson, ...] = LESSONS) -> Figure:
-    """Lessons from top to bottom with their labs beside them; outlined ones are not out yet."""
+def draw_course_map(
+    here: Collection[str] | None = None, lessons: tuple[Lesson, ...] = LESSONS
+) -> Figure:
+    """Lessons from top to bottom with their labs beside them.
+
+    Args:
+        here: names of the lessons that this copy of the course contains; they are filled, the
+            others outlined. None: all.
+        lessons: the rows.
+    """
     figure, axis = new_figure(8.4, 0.42 * len(lessons) + 0.7)
     for row, lesson in enumerate(lessons):
         colour = PARTS[lesson.part]
-        text = "white" if lesson.ready else colour
-        _box(axis, 0.0, row, 2.6, lesson.name, colour, lesson.ready, text)
-        axis.text(2.75, row, lesson.question, va="center", color=BLACK if lesson.ready else GREY)
+        filled = here is None or lesson.name in here
+        text = "white" if filled else colour
+        _box(axis, 0.0, row, 2.6, lesson.name, colour, filled, text)
+        axis.text(2.75, row, lesson.question, va="center", color=BLACK if filled else GREY)
         if row + 1 < len(lessons):
             axis.annotate(
                 "",
@@ -91,12 +97,13 @@ def draw_course_map(lessons: tuple[Lesson, ...] = LESSONS) -> Figure:
             axis.annotate(
                 "", (7.0, row), (6.5, row), arrowprops={"arrowstyle": "->", "color": GREY}
             )
-            _box(axis, 7.05, row, 1.75, lesson.lab, colour, lesson.ready, text)
+            _box(axis, 7.05, row, 1.75, lesson.lab, colour, filled, text)
     patches = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=len(PARTS))
     axis.set_xlim(-0.1, 8.9)
     axis.set_ylim(len(lessons) - 0.5, -0.55)
-    axis.set_title("Filled: in this release. Outlined lessons follow.", fontsize=9, color=GREY)
+    if here is not None and any(lesson.name not in here for lesson in lessons):
+        axis.set_title("filled: in this folder", fontsize=9, color=GREY)
     axis.set_axis_off()
     return figure
 

@@ -16,7 +16,7 @@ def draw_memory_growth(
     lengths: Sequence[int],
     predicted: Sequence[float],
     measured: Mapping[int, float],
-    budget: float,
+    budget: float | None = None,
     failed: Sequence[int] = (),
     linear: Sequence[float] | None = None,
 ) -> Figure:
@@ -26,8 +26,8 @@ def draw_memory_growth(
         lengths: sequence lengths, in order.
         predicted: predicted bytes, one for each length.
         measured: measured bytes by length, for the runs that finished.
-        budget: bytes that may be used.
-        failed: lengths whose run was stopped by the budget.
+        budget: bytes that may be used; None draws no limit.
+        failed: lengths whose run was stopped by the budget; drawn at its line.
         linear: bytes of the inputs and the output alone, one for each length.
     """
     figure, axis = new_figure(8.6, 3.6)
@@ -43,15 +43,16 @@ def draw_memory_growth(
         )
     done = sorted(measured)
     axis.plot(done, [measured[n] / MIB for n in done], "o", color=ORANGE, label="measured")
-    axis.axhline(budget / MIB, color=VERMILION, linewidth=1)
-    axis.annotate(
-        f"budget {budget / MIB:,.0f} MiB",
-        (0.01, budget / MIB),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-        color=VERMILION,
-    )
-    if failed:
+    if budget is not None:
+        axis.axhline(budget / MIB, color=VERMILION, linewidth=1)
+        axis.annotate(
+            f"budget {budget / MIB:,.0f} MiB",
+            (0.01, budget / MIB),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            color=VERMILION,
+        )
+    if failed and budget is not None:
         axis.plot(
             list(failed),
             [budget / MIB] * len(failed),
@@ -67,6 +68,6 @@ def draw_memory_growth(
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.set_xlabel("sequence length N (seq_q = seq_k)")
     axis.set_ylabel("peak memory, MiB")
-    axis.set_ylim(top=max(budget / MIB, max(mib)) * 2.5)
+    axis.set_ylim(top=max((budget or 0) / MIB, max(mib)) * 2.5)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
