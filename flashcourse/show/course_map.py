@@ -75,8 +75,8 @@ def draw_course_map(
     """Lessons from top to bottom with their labs beside them.
 
     Args:
-        here: names of the lessons that this copy of the course contains; they are filled, the
-            others outlined. None: all.
+        here: names of the lessons and labs that this copy of the course contains; they are
+            filled, the others outlined. None: all.
         lessons: the rows.
     """
     figure, axis = new_figure(8.4, 0.42 * len(lessons) + 0.7)
@@ -97,6 +97,9 @@ def draw_course_map(
             axis.annotate(
                 "", (7.0, row), (6.5, row), arrowprops={"arrowstyle": "->", "color": GREY}
             )
+            number = lesson.lab.split()[1]
+            filled = here is None or any(name.startswith(f"lab{number}_") for name in here)
+            text = "white" if filled else colour
             _box(axis, 7.05, row, 1.75, lesson.lab, colour, filled, text)
     patches = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=len(PARTS))

@@ -67,7 +67,7 @@ def draw_memory_growth(
     axis.set_xticks(list(lengths), [f"{n:,}" for n in lengths])
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.set_xlabel("sequence length N (seq_q = seq_k)")
-    axis.set_ylabel("peak memory, MiB")
+    axis.set_ylabel("memory, MiB")
     axis.set_ylim(top=max((budget or 0) / MIB, max(mib)) * 2.5)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
