@@ -11,11 +11,13 @@ that the lesson shows on machines without a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import glob
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,24 +161,42 @@ def hardware_bytes(
         # ncu serialises kernels and takes a lock in its TMPDIR: one of its own avoids strangers'.
         environment["TMPDIR"] = folder
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=timeout,
-                env=environment, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            status, printed = _run(command, environment, timeout)
         except subprocess.TimeoutExpired:
             return unavailable(f"ncu was still running after {timeout:g} s and was stopped")
         except OSError as error:
             return unavailable(f"{ncu} could not be started: {error}")
-        printed = log.read_text(errors="replace") if log.exists() else ""
-    said = f"{printed}\n{done.stdout}\n{done.stderr}"
+        table = log.read_text(errors="replace") if log.exists() else ""
+    said = f"{table}\n{printed}"
     if "ERR_NVGPUCTRPERM" in said:
         return unavailable(
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM). An administrator can "
             "allow it: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
         )
-    if done.returncode != 0:
-        return unavailable(f"ncu ended with status {done.returncode}: {_last_words(said)}")
-    return HardwareBytes(name, parse_ncu_csv(printed), "", shape, _version_of(ncu))
+    if status != 0:
+        return unavailable(f"ncu ended with status {status}: {_last_words(said)}")
+    return HardwareBytes(name, parse_ncu_csv(table), "", shape, _version_of(ncu))
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int, str]:
+    """(exit status, what it printed); on a timeout ncu and the program under it are stopped."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    ) as running:
+        try:
+            printed, _ = running.communicate(timeout=timeout)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(running.pid, signal.SIGKILL)
+            raise
+        return running.returncode, printed
 
 
 def find_ncu() -> str | None:
@@ -206,10 +226,8 @@ def parse_ncu_csv(text: str) -> tuple[KernelBytes, ...]:
         raise UnreadableCounters(f"ncu printed no table of kernels: {_last_words(text)}")
     table = [line for line in lines[header:] if line.startswith('"')]
     rows = list(csv.DictReader(table))
-    if rows and "Metric Name" in rows[0]:
-        readings = _details_page(rows)
-    else:
-        readings = _raw_page(rows)
+    is_details = bool(rows) and "Metric Name" in rows[0]
+    readings = _details_page(rows) if is_details else _raw_page(rows)
     if not readings:
         raise UnreadableCounters("ncu's table holds no kernel: nothing ran between start and stop")
     kernels = []

@@ -200,7 +200,7 @@ class HBM:
             source = memory[place]
             nbytes = source.numel() * source.element_size()
             if self._chip is not None:
-                self._chip.check_room(nbytes, describe(tuple(source.shape), source.dtype))
+                self._chip.check_room(nbytes, source.shape, source.dtype)
             tile = source.clone(memory_format=torch.contiguous_format)
         if self._chip is not None:
             self._chip.hold(tile)

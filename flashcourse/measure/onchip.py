@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flashcourse.measure.memory import readable_bytes
 
 
 class SramExceeded(MemoryError):
-    """A kernel held more on the chip than ``sram_bytes``."""
+    """A kernel held more on the chip than ``sram_bytes``.
+
+    Attributes:
+        tile: the tile that was one too many, such as ``"64×4096 float32"``.
+    """
+
+    def __init__(self, message: str, tile: str) -> None:
+        super().__init__(message)
+        self.tile = tile
 
 
 class NotOnChip(RuntimeError):
@@ -27,7 +34,8 @@ class NotOnChip(RuntimeError):
 class _Tile:
     storage: StorageWeakRef
     nbytes: int
-    what: str
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class OnChip(TorchDispatchMode):
@@ -45,6 +53,7 @@ class OnChip(TorchDispatchMode):
         self.sram_bytes = sram_bytes
         self.peak = 0
         self._tiles: dict[int, _Tile] = {}
+        self._held = 0  # bytes in _tiles, those freed since the last look included
         self._paused = False
 
     def __torch_dispatch__(
@@ -54,11 +63,11 @@ class OnChip(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(...) enters through it
-            self._check_inputs(func, (args, kwargs))
+            self._check_inputs(func, args)
+            self._check_inputs(func, kwargs.values())
         output = func(*args, **kwargs)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self.hold(leaf)
+        for tensor in _tensors_in((output,)):
+            self.hold(tensor)
         return output
 
     @contextmanager
@@ -70,12 +79,15 @@ class OnChip(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def check_room(self, nbytes: int, what: str) -> None:
-        """Raise SramExceeded if ``nbytes`` more do not fit; count them otherwise."""
+    def check_room(self, nbytes: int, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Raise SramExceeded if a tile of ``nbytes`` does not fit beside what is held."""
+        if self._held + nbytes <= self.peak:
+            return  # even if nothing has been freed since the last look
         self._forget_freed()
-        held = nbytes + sum(tile.nbytes for tile in self._tiles.values())
+        held = self._held + nbytes
         if self.sram_bytes is not None and held > self.sram_bytes:
-            raise SramExceeded(self._explain(nbytes, what, held))
+            what = describe(tuple(shape), dtype)
+            raise SramExceeded(self._explain(nbytes, what, held), what)
         self.peak = max(self.peak, held)
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -85,31 +97,34 @@ class OnChip(TorchDispatchMode):
         known = self._tiles.get(key)
         if known is not None and not known.storage.expired():
             return
-        self._tiles.pop(key, None)
-        what = describe(tuple(tensor.shape), tensor.dtype)
-        self.check_room(storage.nbytes(), what)
-        self._tiles[key] = _Tile(StorageWeakRef(storage), storage.nbytes(), what)
+        if known is not None:
+            self._held -= known.nbytes
+            del self._tiles[key]
+        nbytes = storage.nbytes()
+        self.check_room(nbytes, tensor.shape, tensor.dtype)
+        self._tiles[key] = _Tile(StorageWeakRef(storage), nbytes, tensor.shape, tensor.dtype)
+        self._held += nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if this kernel made or loaded the tensor."""
         known = self._tiles.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.storage.expired()
 
-    def _check_inputs(self, func: Any, inputs: Any) -> None:
-        for leaf in tree_leaves(inputs):
+    def _check_inputs(self, func: Any, inputs: Iterable[Any]) -> None:
+        for tensor in _tensors_in(inputs):
             # A constant of one element is no traffic to speak of.
-            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not self.holds(leaf):
+            if tensor.numel() > 1 and not self.holds(tensor):
+                what = describe(tuple(tensor.shape), tensor.dtype)
                 raise NotOnChip(
-                    f"{func.overloadpacket.__name__} was given a "
-                    f"{describe(tuple(leaf.shape), leaf.dtype)} tensor that this kernel neither "
-                    "loaded nor made. A kernel reads device memory only through hbm.load: put the "
-                    "tensor in with hbm.put before the launch and load it inside"
+                    f"{func.overloadpacket.__name__} was given a {what} tensor that this kernel "
+                    "neither loaded nor made. A kernel reads device memory only through hbm.load: "
+                    "put the tensor in with hbm.put before the launch and load it inside"
                 )
 
     def _forget_freed(self) -> None:
         freed = [key for key, tile in self._tiles.items() if tile.storage.expired()]
         for key in freed:
-            del self._tiles[key]
+            self._held -= self._tiles.pop(key).nbytes
 
     def _explain(self, nbytes: int, what: str, held: int) -> str:
         assert self.sram_bytes is not None
@@ -122,13 +137,25 @@ class OnChip(TorchDispatchMode):
         tiles = sorted(self._tiles.values(), key=lambda tile: -tile.nbytes)
         listed = ", ".join(
             f"{w} ({readable_bytes(n)})"
-            for n, w in [(nbytes, what), *((t.nbytes, t.what) for t in tiles[:4])]
+            for n, w in [
+                (nbytes, what),
+                *((t.nbytes, describe(tuple(t.shape), t.dtype)) for t in tiles[:4]),
+            ]
         )
         more = f" and {len(tiles) - 4} smaller ones" if len(tiles) > 4 else ""
         return (
             f"this kernel holds {len(tiles) + 1} tiles at once, {readable_bytes(held)} in all: "
             f"{listed}{more}; {limit}. Use smaller blocks, or let go of tiles you have used (del)"
         )
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors among an operator's arguments or results, which nest in lists and tuples at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -1,0 +1,136 @@
+"""lab2.flash_bytes: HBM traffic of one fused kernel over blocks of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flashcourse.grading.draw import integer
+from flashcourse.grading.judge import judge_number
+from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.questions.lab2_naive_bytes import ARGUMENTS, describe, shapes
+
+
+def reference(
+    batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, itemsize: int, block_q: int
+) -> int:
+    """q read once, out written once; k and v read once for every block of queries."""
+    blocks = -(-seq_q // block_q)
+    rows = 2 * seq_q + 2 * seq_k * blocks
+    return batch * heads * rows * head_dim * itemsize
+
+
+def _even(generator: torch.Generator) -> Iterator[Case]:
+    for batch, heads, _, seq_k, head_dim, itemsize in shapes(generator):
+        block_q = integer(generator, 20, 60)
+        seq_q = block_q * integer(generator, 3, 9)
+        yield _case(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q)
+
+
+def _ragged(generator: torch.Generator) -> Iterator[Case]:
+    for batch, heads, _, seq_k, head_dim, itemsize in shapes(generator):
+        block_q = integer(generator, 20, 60)
+        seq_q = block_q * integer(generator, 3, 9) + integer(generator, 1, block_q - 1)
+        yield _case(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q)
+
+
+def _short(generator: torch.Generator) -> Iterator[Case]:
+    for batch, heads, _, seq_k, head_dim, itemsize in list(shapes(generator))[:2]:
+        yield _case(batch, heads, integer(generator, 3, 19), seq_k, head_dim, itemsize, 64)
+
+
+def _case(*values: int) -> Case:
+    return Case(describe((*ARGUMENTS, "block_q"), values), values)
+
+
+def _judge(case: Case, observation: Observation) -> str | None:
+    return judge_number("the number of bytes", observation.output, reference(*case.args))
+
+
+def _ceil(seq_q: int, block_q: int) -> float:
+    return -(-seq_q // block_q)
+
+
+def _wrong(
+    *,
+    blocks: Callable[[int, int], float] = _ceil,
+    q_rows: Callable[[int, int], int] = lambda seq_q, block_q: 2 * seq_q,
+    kv: int = 2,
+    matrix_passes: int = 0,
+    sizes: Callable[..., tuple[int, ...]] = lambda *sizes: sizes,
+) -> Callable[..., int]:
+    """Right by default; each mistake changes one of the counts."""
+
+    def flash_bytes(*arguments: int) -> int:
+        batch, heads, seq_q, seq_k, head_dim, itemsize, block_q = sizes(*arguments)
+        rows = q_rows(seq_q, block_q) + kv * seq_k * blocks(seq_q, block_q)
+        numbers = rows * head_dim + matrix_passes * seq_q * seq_k
+        return round(batch * heads * numbers * itemsize)
+
+    return flash_bytes
+
+
+QUESTION = Question(
+    id="lab2.flash_bytes",
+    points=3,
+    checks=(
+        Check("block_q divides seq_q", _even, _judge),
+        Check("a last block that is not full", _ragged, _judge),
+        Check("fewer queries than a block has", _short, _judge),
+    ),
+    mistakes=(
+        Mistake(
+            "k and v read once",
+            "the chip cannot keep them: every block of queries reads all of k and v again.",
+            _wrong(blocks=lambda seq_q, block_q: 1),
+        ),
+        Mistake(
+            "number of blocks rounded down",
+            "the queries left over after the last full block are a block too, and read all of k "
+            "and v. Round up: -(-seq_q // block_q).",
+            _wrong(blocks=lambda seq_q, block_q: seq_q // block_q),
+        ),
+        Mistake(
+            "number of blocks not rounded",
+            "seq_q / block_q is not a whole number here. A block that is not full reads all of k "
+            "and v all the same: round up.",
+            _wrong(blocks=lambda seq_q, block_q: seq_q / block_q),
+        ),
+        Mistake(
+            "k and v read once for every query",
+            "a block of queries shares the tiles it loads: count blocks, not queries.",
+            _wrong(blocks=lambda seq_q, block_q: seq_q),
+        ),
+        Mistake(
+            "the padding of the last block counted",
+            "rows beyond seq_q do not exist: masked loads and stores move nothing.",
+            _wrong(q_rows=lambda seq_q, block_q: 2 * block_q * -(-seq_q // block_q)),
+        ),
+        Mistake(
+            "out not counted",
+            "out is written once, seq_q × head_dim numbers a head.",
+            _wrong(q_rows=lambda seq_q, block_q: seq_q),
+        ),
+        Mistake(
+            "only one of k and v counted",
+            "every block of queries reads both.",
+            _wrong(kv=1),
+        ),
+        Mistake(
+            "the score matrix counted",
+            "scores and probabilities of a tile stay on the chip. That is the point of the kernel.",
+            _wrong(matrix_passes=2),
+        ),
+        Mistake(
+            "itemsize left out",
+            "this is the count of numbers. Each of them has itemsize bytes.",
+            _wrong(sizes=lambda b, h, m, n, d, i, block: (b, h, m, n, d, 1, block)),
+        ),
+        Mistake(
+            "heads left out",
+            "every head reads its own q, k and v.",
+            _wrong(sizes=lambda b, h, m, n, d, i, block: (b, 1, m, n, d, i, block)),
+        ),
+    ),
+)
