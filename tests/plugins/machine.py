@@ -7,8 +7,8 @@ A test that needs something this machine lacks carries a marker::
     @pytest.mark.needs_triton
     @pytest.mark.needs_counters
 
-or calls :func:`not_verified` with a reason of its own. Nothing else in the suite skips a test
-(tests/test_setup.py looks), so that the last line of a run accounts for every test that did not.
+or calls :func:`not_verified` with a reason of its own. The last line of a run accounts for every
+test that was left out, by reason.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NoReturn
 import pytest
 
 from flashcourse import runtime
+from flashcourse.measure.counters import find_ncu
 
 PREFIX = "not verified on this machine: "
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -43,7 +44,7 @@ def find_browser() -> str | None:
 
 def counters_usable() -> bool:
     """True if a GPU is here and NVIDIA's ncu is installed to read its hardware counters."""
-    return runtime.has_gpu() and shutil.which("ncu") is not None
+    return runtime.has_gpu() and find_ncu() is not None
 
 
 # marker: (is it here?, the reason where it is not)
