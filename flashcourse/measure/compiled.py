@@ -47,6 +47,8 @@ _INSTRUCTIONS = {
     "cp.async": r"^\s*(?:@\S+\s+)?cp\.async\.c[ag]\S*",
 }
 
+_MATRIX = ("wgmma", "tcgen05", "mma", "mfma")
+
 
 class CompileFailed(RuntimeError):
     """Triton could not compile a kernel for a target."""
@@ -74,6 +76,7 @@ class Compiled:
     """What became of a kernel.
 
     Attributes:
+        kernel: its name.
         launch: what it was compiled for.
         shared_bytes: shared memory of one program.
         threads: threads of one program.
@@ -84,6 +87,7 @@ class Compiled:
         assembly: PTX, or AMD's assembly; "" unless asked for.
     """
 
+    kernel: str
     launch: Launch
     shared_bytes: int
     threads: int
@@ -91,6 +95,11 @@ class Compiled:
     spilled_bytes: int
     ttgir: str = ""
     assembly: str = ""
+
+    @property
+    def matrix_instruction(self) -> str | None:
+        """The kind of instruction that multiplies tiles; None if plain multiply-adds do."""
+        return next((kind for kind in _MATRIX if self.lines(kind)), None)
 
     def count(self, instruction: str) -> int:
         """How often an instruction is written in the assembly (a loop's body counts once).
@@ -159,8 +168,28 @@ def compile_kernel(
                 f"{kernel_name(kernel)} does not compile for {launch}: {answer['error']}\n"
                 f"{answer['where']}"
             )
-        results.append(Compiled(launch, **answer))
+        results.append(Compiled(kernel_name(kernel), launch, **answer))
     return results
+
+
+def compiled_table(results: Sequence[Compiled]) -> str:
+    """One line a result: the instruction that multiplies, and what the kernel takes.
+
+    "how often" counts instructions in the text: the body of a loop counts once.
+    """
+    lines = [
+        f"{'kernel':16} {'target':6} {'multiplies with':36} {'how often':>9} {'2^x':>4} "
+        f"{'shared':>8} {'registers':>9} {'spilled':>7}"
+    ]
+    for result in results:
+        kind = result.matrix_instruction or "fma"
+        instruction = result.lines(kind)[0][:36] if result.count(kind) else "-"
+        lines.append(
+            f"{result.kernel:16} {result.launch.target:6} {instruction:36} {result.count(kind):9} "
+            f"{result.count('ex2'):4} {result.shared_bytes / 1024:4.0f} KiB {result.registers:9} "
+            f"{result.spilled_bytes:7}"
+        )
+    return "\n".join(lines)
 
 
 def _compile_in_child(kernel: Any, jobs: list[dict], timeout_s: float) -> list[dict]:

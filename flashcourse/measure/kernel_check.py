@@ -90,3 +90,27 @@ def plain_attention(
         hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=s.device).triu(1 + seq_k - seq_q)
         s = s.masked_fill(hidden, float("-inf"))
     return s.softmax(dim=-1) @ v
+
+
+def random_qkv(
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> list[torch.Tensor]:
+    """Standard normal q, k and v, contiguous, ``(batch, heads, seq, head_dim)``, in a dtype.
+
+    They live on the generator's device.
+    """
+    sizes = ((heads_q, seq_q), (heads_kv, seq_k), (heads_kv, seq_k))
+    return [
+        torch.randn(batch, heads, seq, head_dim, generator=generator, device=generator.device).to(
+            dtype
+        )
+        for heads, seq in sizes
+    ]

@@ -22,6 +22,7 @@ from flashcourse.show.style import (
 
 KIB = 1024
 MAX_REGISTERS = 255
+WIDEST_BLOCK = 256  # queries; a common scale for the intensity of all choices
 _PROGRAM_COLORS = (BLUE, ORANGE, GREEN, SKY)
 
 
@@ -151,25 +152,34 @@ def draw_blocks(
         resident.warps,
         resident.max_warps,
         "resident warps",
-        f"{resident.warps} of {resident.max_warps}\n{resident.programs} programs"
+        f"{resident.warps} of {resident.max_warps}\n{_count(resident.programs, 'program')}"
         if resident.programs
         else "none: it does\nnot launch",
         good=resident.programs > 0,
     )
     axes[2].set_xlabel(f"limit: {resident.limit}", fontsize="small")
-    _bar(axes[3], intensity, 256, "FLOPs a byte of K, V", f"{intensity:.0f}", good=True)
+    _bar(axes[3], intensity, None, "FLOPs a byte of K, V", f"{intensity:.0f}", good=True)
+    axes[3].set_ylim(0, WIDEST_BLOCK * 1.2)
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
-def _bar(axes: Any, value: float, limit: float, name: str, label: str, *, good: bool) -> None:
-    """One bar, with the limit as a dashed line and what is left of it in pale grey."""
-    top = max(value, limit) * 1.45
-    axes.bar([0], [limit], color=LIGHT, width=0.8)
+def _bar(
+    axes: Any, value: float, limit: float | None, name: str, label: str, *, good: bool
+) -> None:
+    """One bar; the limit, if there is one, as a dashed line with what is left of it in grey."""
+    top = value
+    if limit is not None:
+        top = max(value, limit)
+        axes.bar([0], [limit], color=LIGHT, width=0.8)
+        axes.axhline(limit, color=BLACK, linestyle="--", linewidth=0.9)
     axes.bar([0], [value], color=BLUE if good else VERMILION, width=0.8)
-    axes.axhline(limit, color=BLACK, linestyle="--", linewidth=0.9)
-    axes.text(0, max(value, limit) * 1.05, label, ha="center", va="bottom", fontsize="small")
-    axes.set_ylim(0, top)
+    axes.text(0, top * 1.05, label, ha="center", va="bottom", fontsize="small")
+    axes.set_ylim(0, top * 1.45)
     axes.set_xlim(-0.7, 0.7)
     axes.set_xticks([])
     axes.set_title(name, fontsize="small")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
