@@ -7,6 +7,7 @@ import torch
 
 from flashcourse.grading import all_questions, check, mark
 from flashcourse.grading.demo import DEMO
+from flashcourse.grading.draw import integer, strided
 
 RIGHT = {
     "mean": lambda x: x.mean(dim=1),
@@ -38,3 +39,17 @@ def test_it_counts_for_no_lab(capsys):
     assert DEMO.id not in all_questions()
     assert check(DEMO, RIGHT["mean"]).passed
     assert "✓ demo.row_mean: passed, 1 of 1 points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 3, 0, 2), (3, 2, 1, 0)])
+def test_strided_changes_the_layout_and_nothing_else(order):
+    x = torch.randn(2, 3, 4, 5)
+    laid_out = strided(x, order)
+    assert torch.equal(laid_out, x)
+    assert laid_out.permute(order).is_contiguous()
+    assert not laid_out.is_contiguous()
+
+
+def test_integers_reach_both_ends():
+    generator = torch.Generator().manual_seed(0)
+    assert {integer(generator, 3, 6) for _ in range(200)} == {3, 4, 5, 6}
