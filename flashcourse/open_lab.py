@@ -37,7 +37,9 @@ def why_no_browser(env: Mapping[str, str], system: str, release: str) -> str:
 
 def jupyter_command(arguments: list[str], no_browser: bool, is_root: bool) -> list[str]:
     """The command that starts JupyterLab; what the person passed comes last, and wins."""
-    command = [sys.executable, "-m", "jupyterlab", FIRST_LESSON]
+    # The lesson as an address, not as an argument: that would hide every folder but its own.
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
+    command += [f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}"]
     command += ["--no-browser"] * (no_browser and "--no-browser" not in arguments)
     command += ["--allow-root"] * (is_root and "--allow-root" not in arguments)
     return [*command, *arguments]

@@ -254,6 +254,7 @@ def test_a_browser_is_opened_only_where_there_is_one(
 
 def test_the_jupyter_command() -> None:
     command = open_lab.jupyter_command(["--port", "9999"], no_browser=True, is_root=True)
-    assert command[1:4] == ["-m", "jupyterlab", open_lab.FIRST_LESSON]
-    assert command[4:] == ["--no-browser", "--allow-root", "--port", "9999"]
+    assert command[1:4] == ["-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
+    assert f"--LabApp.default_url=/lab/tree/{open_lab.FIRST_LESSON}" in command
+    assert command[-4:] == ["--no-browser", "--allow-root", "--port", "9999"]
     assert "--no-browser" not in open_lab.jupyter_command([], no_browser=False, is_root=False)
