@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashcourse.measure import HBM, NotOnChip, SramExceeded, attention_traffic
+from flashcourse.measure import (
+    HBM,
+    NotOnChip,
+    SramExceeded,
+    attention_traffic,
+    metered_flash,
+    metered_naive,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -204,30 +211,50 @@ def test_sram_bytes_must_be_a_size() -> None:
 
 # Formula and meter agree
 
-
-def naive_kernels(hbm: HBM, q, k, v):
-    """The four kernels of the formula, each reading and writing whole arrays."""
-    shape = (*q.shape[:-1], k.shape[-2])
-    s, t, p = (hbm.empty(shape, q.dtype) for _ in range(3))
-    out = hbm.empty(q.shape, q.dtype)
-    group = q.shape[1] // k.shape[1]
-
-    def wide(x: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(group, dim=1)
-
-    hbm.launch(lambda hbm: hbm.store(s, ..., hbm.load(q) @ wide(hbm.load(k)).transpose(-2, -1)))
-    hbm.launch(lambda hbm: hbm.store(t, ..., hbm.load(s) * q.shape[-1] ** -0.5))
-    hbm.launch(lambda hbm: hbm.store(p, ..., hbm.load(t).softmax(-1)))
-    hbm.launch(lambda hbm: hbm.store(out, ..., hbm.load(p) @ wide(hbm.load(v))))
-    return out
+SHAPES = [(1, 1), (5, 9), (16, 16), (1, 30), (33, 7)]
 
 
-@pytest.mark.parametrize("heads_kv", [2, 4])
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 9), (16, 16), (1, 30)])
-def test_naive_traffic_is_what_the_meter_counts(seq_q: int, seq_k: int, heads_kv: int) -> None:
+def metered(seq_q: int, seq_k: int, dtype: torch.dtype = torch.float32):
+    """A fresh memory, handles of q, k and v in it, and attention of them in float64."""
     hbm = HBM()
-    q = hbm.put(torch.randn(2, 4, seq_q, 8))
-    k, v = (hbm.put(torch.randn(2, heads_kv, seq_k, 8)) for _ in range(2))
-    naive_kernels(hbm, q, k, v)
-    model = attention_traffic(2, 4, seq_q, seq_k, 8, 4, heads_kv=heads_kv)
+    q = torch.randn(2, 3, seq_q, 8, dtype=dtype)
+    k, v = (torch.randn(2, 3, seq_k, 8, dtype=dtype) for _ in range(2))
+    s = q.double() @ k.double().transpose(-2, -1) * 8**-0.5
+    return hbm, [hbm.put(t) for t in (q, k, v)], s.softmax(-1) @ v.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("seq_q", "seq_k"), SHAPES)
+def test_naive_moves_what_the_formula_says(seq_q: int, seq_k: int, dtype: torch.dtype) -> None:
+    hbm, inputs, expected = metered(seq_q, seq_k, dtype)
+    out = metered_naive(hbm, *inputs)
+    model = attention_traffic(2, 3, seq_q, seq_k, 8, dtype.itemsize)
+    assert [(s.name, s.bytes_read, s.bytes_written) for s in hbm.sections] == [
+        (p.name, p.bytes_read, p.bytes_written) for p in model.passes
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(hbm.read(out).double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (5, 3), (1, 16), (64, 64)])
+@pytest.mark.parametrize(("seq_q", "seq_k"), SHAPES)
+def test_flash_moves_what_the_formula_says(seq_q: int, seq_k: int, blocks: tuple) -> None:
+    hbm, inputs, expected = metered(seq_q, seq_k)
+    out = metered_flash(hbm, *inputs, *blocks)
+    model = attention_traffic(
+        2, 3, seq_q, seq_k, 8, 4, algorithm="flash", block_q=blocks[0], block_k=blocks[1]
+    )
     assert (hbm.bytes_read, hbm.bytes_written) == (model.bytes_read, model.bytes_written)
+    torch.testing.assert_close(hbm.read(out).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_chip_of_flash_does_not_grow_with_the_length() -> None:
+    def peak(seq: int) -> int:
+        hbm, inputs, _ = metered(seq, seq)
+        metered_flash(hbm, *inputs, 8, 8)
+        return hbm.sram_peak
+
+    assert peak(16) == peak(64)
+    hbm, inputs, _ = metered(16, 64)
+    metered_naive(hbm, *inputs)
+    assert hbm.sram_peak > 3 * peak(64)  # negative control: naive kernels hold whole matrices

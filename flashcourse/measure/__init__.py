@@ -10,6 +10,7 @@ from flashcourse.measure.memory import (
     peak_memory,
     readable_bytes,
 )
+from flashcourse.measure.metered import metered_flash, metered_naive
 from flashcourse.measure.onchip import NotOnChip, SramExceeded
 from flashcourse.measure.roofline import (
     CHIPS,
@@ -50,6 +51,8 @@ __all__ = [
     "hardware_bytes",
     "io_bound",
     "measured_ceilings",
+    "metered_flash",
+    "metered_naive",
     "peak_memory",
     "readable_bytes",
     "ridge_point",
