@@ -224,6 +224,19 @@ def test_stamping_generates_and_strips_and_is_idempotent() -> None:
     assert notebook_text(stamp(once, SETTINGS)) == notebook_text(once)
 
 
+def test_stamping_clears_the_outputs_of_solutions_and_keeps_those_of_lessons(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.flashcourse]\nrepository = ""\ntag = "v1"\n')
+    for folder in (LESSONS, SOLUTIONS):
+        write_whole({tmp_path / folder / "01_a.ipynb": notebook_text(lesson())})
+    write_whole(stamped_files(tmp_path))
+    settings = colab_settings(tmp_path)
+    for folder in (LESSONS, SOLUTIONS):
+        assert problems(read_notebook(tmp_path / folder / "01_a.ipynb"), folder, settings) == []
+    assert differing(stamped_files(tmp_path)) == []
+
+
 def test_a_new_address_keeps_the_run() -> None:
     moved = stamp(lesson(), ColabSettings("https://example.org/elsewhere.git", "v2"))
     assert "elsewhere.git', 'v2'" in moved.cells[0].source

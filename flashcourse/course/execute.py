@@ -23,7 +23,7 @@ from flashcourse.course.files import (
     write_whole,
 )
 from flashcourse.course.rules import output_problems
-from flashcourse.course.stamp import stamp
+from flashcourse.course.stamp import clear_outputs, stamp
 
 CELL_SECONDS = 300  # a cell that takes longer has hung; a whole lesson should take under 60
 
@@ -94,9 +94,7 @@ def run_notebook(
     Raises:
         CourseError: a cell failed, took longer than :data:`CELL_SECONDS`, or killed its kernel.
     """
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+    clear_outputs(notebook)
     total = len(notebook.cells)
     current = {"id": CELL_ID}
 

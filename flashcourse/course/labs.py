@@ -141,7 +141,7 @@ def _grade_id(cell: NotebookNode) -> str:
 def _cell_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterator[str]:
     grader = cell.metadata.get("nbgrader")
     if cell.cell_type == "code" and (cell.outputs or cell.execution_count is not None):
-        yield "solutions/ is kept without outputs; clear them"
+        yield "solutions/ is kept without outputs: run `python -m flashcourse notebooks`"
     if grader is None:
         if cell.source.startswith("# lab:"):
             yield "it begins with `# lab:` and has no nbgrader metadata"

@@ -73,6 +73,14 @@ def _strip_widgets(cell: NotebookNode) -> None:
         del data[WIDGET_VIEW]
 
 
+def clear_outputs(notebook: NotebookNode) -> NotebookNode:
+    """Take the outputs and execution counts out, in place: ``solutions/`` is kept without."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
 def stamped_files(root: Path) -> dict[Path, str]:
     """What every notebook of ``notebooks/`` and ``solutions/`` should hold, by path.
 
@@ -83,7 +91,10 @@ def stamped_files(root: Path) -> dict[Path, str]:
     files = {}
     for path in notebooks_in(root, LESSONS, SOLUTIONS):
         try:
-            files[path] = notebook_text(stamp(read_notebook(path), settings))
+            notebook = read_notebook(path)
+            if path.parent.name == SOLUTIONS:
+                clear_outputs(notebook)
+            files[path] = notebook_text(stamp(notebook, settings))
         except CourseError as error:
             raise CourseError(f"{path.relative_to(root)}: {error}") from error
     return files
