@@ -35,6 +35,8 @@ def draw_bytes(
     ax.margins(x=0.12)
     if log:
         ax.set_xscale("log")
+        smallest = min(min(megabytes) for megabytes in series.values())
+        ax.set_xlim(left=smallest / 10)  # a logarithmic bar has no natural start
     ax.set_xlabel("MB moved")
     ax.set_title(title)
     ax.legend(loc="best", fontsize=9)
