@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from flashcourse.grading.observe import observe
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
@@ -82,10 +83,8 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
     # others about the rest only if none of these explains everything.
     whole = list(question.mistakes)
     for failure in failures:
-        whole = [mistake for mistake in whole if _same_failure(mistake, failure)]
-    explained = [
-        whole or [m for m in question.mistakes if _same_failure(m, failure)] for failure in failures
-    ]
+        whole = _explaining(question, whole, failure)
+    explained = [whole or _explaining(question, question.mistakes, f) for f in failures]
     findings = []
     for failure, named in zip(failures, explained, strict=True):
         findings.append(
@@ -99,16 +98,51 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
     return tuple(findings)
 
 
-def _same_failure(mistake: Mistake, failure: _Failure) -> bool:
+def _explaining(
+    question: Question, mistakes: Sequence[Mistake], failure: _Failure
+) -> list[Mistake]:
+    """The mistakes that fail the failure's check, on its input, with its result."""
+    if failure.observation.error or not mistakes:
+        return []  # two errors are rarely the same mistake, and the error speaks for itself
+    right = observe(failure.check, question.right, failure.case) if question.right else None
+    return [mistake for mistake in mistakes if _same_failure(mistake, failure, right)]
+
+
+def _same_failure(mistake: Mistake, failure: _Failure, right: Observation | None) -> bool:
     ours = failure.observation
-    if ours.error:
-        return False  # two errors are rarely the same mistake, and the error speaks for itself
     theirs = observe(failure.check, mistake.answer, failure.case)
     if theirs.error or theirs.changed_inputs != ours.changed_inputs:
         return False
     if not _same_output(ours.output, theirs.output):
         return False
+    if right is not None and not _beyond_rounding(ours.output, theirs.output, right.output):
+        return False
     return bool(_misbehaviour(theirs) or failure.check.judge(failure.case, theirs))
+
+
+def _beyond_rounding(ours: Any, theirs: Any, right: Any) -> bool:
+    """False if ours and theirs are alike only because both are nearly right.
+
+    A small mistake (a number rounded to float16) leaves all numbers within a thousandth of the
+    right ones, and so does another small mistake. They are the same only if they differ from each
+    other by far less than from what is right.
+    """
+    leaves = [tree_leaves(tree) for tree in (ours, theirs, right)]
+    if len(leaves[1]) != len(leaves[2]):
+        return True
+    for a, b, c in zip(*leaves, strict=True):
+        if not all(isinstance(leaf, torch.Tensor) for leaf in (a, b, c)) or b.shape != c.shape:
+            continue
+        a, b, c = a.double(), b.double(), c.double()
+        finite = torch.isfinite(a) & torch.isfinite(b) & torch.isfinite(c)
+        if not finite.any():
+            continue
+        apart = (a - b)[finite].abs().max().item()
+        wrong = (b - c)[finite].abs().max().item()
+        rounding = 16 * torch.finfo(torch.float32).eps * b[finite].abs().max().item()
+        if apart > max(wrong / 4, rounding):
+            return False
+    return True
 
 
 def _same_output(ours: Any, theirs: Any) -> bool:

@@ -95,6 +95,8 @@ class Question:
     """A graded question; its id and points are those of the lab.
 
     Attributes:
+        right: None, or a right answer. With it a mistake is named only if an answer's numbers lie
+            much nearer to the mistake's than the mistake's lie to the right ones.
         needs: None, or a function that says why this machine cannot verify an answer (and
             returns an empty string where it can).
     """
@@ -104,3 +106,4 @@ class Question:
     checks: tuple[Check, ...]
     mistakes: tuple[Mistake, ...]
     needs: Callable[[], str] | None = None
+    right: Answer | None = None

@@ -250,4 +250,5 @@ QUESTION = Question(
         Check("any strides", _layouts, _judge),
     ),
     mistakes=MISTAKES,
+    right=_merge,
 )

@@ -267,4 +267,5 @@ QUESTION = Question(
         Check("the softmax is your own", _order, _judge_own_work, _call_on_stream),
     ),
     mistakes=MISTAKES,
+    right=_online,
 )

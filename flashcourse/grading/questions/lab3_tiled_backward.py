@@ -12,7 +12,7 @@ import torch
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import normal, strided
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
-from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as forward
 
 NAMES = ("dq", "dk", "dv")
@@ -79,6 +79,29 @@ def _judge(case: Case, observation: Observation) -> str | None:
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
     return judge_operators(observation, FORBIDDEN_ATTENTION)
+
+
+def _call_noting_autograd(answer: Answer, *args: Any, **kwargs: Any) -> dict[str, bool]:
+    """Whether autograd recorded operations meanwhile; the inputs ask for no gradient."""
+    recorded = False
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal recorded
+        recorded = True
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        answer(*args, **kwargs)
+    return {"differentiated automatically": recorded}
+
+
+def _judge_by_hand(case: Case, observation: Observation) -> str | None:
+    if observation.output["differentiated automatically"]:
+        return (
+            "autograd recorded your operations: it stores every tile of P, which is the memory "
+            "that this backward saves. Make P again from lse"
+        )
+    return None
 
 
 # The inputs: those of the forward, with its right result and a gradient -------------------------
@@ -220,9 +243,25 @@ def _not_normalised(s: torch.Tensor, visible: torch.Tensor, lse: torch.Tensor) -
     return torch.exp(s - torch.where(m == -math.inf, 0.0, m))
 
 
-def _whole_matrix(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    whole = {"block_q": args[0].shape[2], "block_k": args[1].shape[2]}
-    return _tiled(*args, **(kwargs | whole))
+def _whole_rows(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _tiled(*args, **(kwargs | {"block_k": args[1].shape[2]}))
+
+
+def _by_autograd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    is_causal: bool = False,
+    block_q: int = 64,
+    block_k: int = 64,
+) -> tuple[torch.Tensor, ...]:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        again, _ = forward.QUESTION.right(*inputs, is_causal, block_q, block_k)  # type: ignore[misc]
+        return torch.autograd.grad(again, inputs, do)
 
 
 MISTAKES = (
@@ -329,6 +368,11 @@ MISTAKES = (
         visible=lambda i, j, seq_q, seq_k: j < i + seq_k - seq_q,
     ),
     _mistake(
+        "causal off by one: a query sees the next key",
+        "the key after the diagonal is the future.",
+        visible=lambda i, j, seq_q, seq_k: j <= i + seq_k - seq_q + 1,
+    ),
+    _mistake(
         "masked after exp, by multiplication",
         "a hidden score can be far above lse: exp overflows, and ∞ · 0 is NaN. Mask the scores "
         "first.",
@@ -363,9 +407,16 @@ MISTAKES = (
         query_stop=lambda seq_q, block_q: seq_q // block_q * block_q,
     ),
     Mistake(
-        "the whole score matrix in memory",
-        "the numbers are right, but one tile covers all queries and all keys.",
-        _whole_matrix,
+        "automatic differentiation of the forward",
+        "autograd keeps every tile of P until the backward. Write the formulas instead: they need "
+        "q, k, v, out, lse and do, and one tile at a time.",
+        _by_autograd,
+    ),
+    Mistake(
+        "scores of whole rows in memory",
+        "the numbers are right, but a tensor holds a query's scores for all keys at once. Hold "
+        "block_q × block_k of them: exp(s − lse) needs no more.",
+        _whole_rows,
     ),
 )
 
@@ -383,8 +434,15 @@ QUESTION = Question(
         Check("a query that sees no key has gradient 0", _from(forward.empty_row_cases), _judge),
         Check("hidden scores of any size stay hidden", _from(_large_causal), _judge),
         Check("any strides", _layouts, _judge),
-        Check("no tensor of seq_q × seq_k", _from(forward.long_cases), forward.judge_memory),
+        Check("no tensor much larger than a tile", _from(forward.long_cases), forward.judge_memory),
+        Check(
+            "P made again, not stored",
+            _from(forward.long_cases),
+            _judge_by_hand,
+            _call_noting_autograd,
+        ),
         Check("the gradients are your own", _from(forward.ragged_cases), _judge_own_work),
     ),
     mistakes=MISTAKES,
+    right=_tiled,
 )

@@ -22,8 +22,8 @@ from flashcourse.grading.question import Case, Check, Mistake, Observation, Ques
 
 NAMES = ("out", "lse")
 FLOAT32 = (torch.float32, torch.float32)
-LONG = 512  # the length at which memory is judged
-MOST_NUMBERS = LONG * LONG // 4  # inputs, outputs and a block of rows are at most half of this
+LONG, TILE = 512, 64  # the length and the blocks with which memory is judged
+MOST_NUMBERS = 4 * TILE * TILE  # a block of whole rows has twice as many, the matrix 16 times
 
 # What is right ------------------------------------------------------------------------------
 
@@ -60,9 +60,12 @@ def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
 
 
 def judge_memory(case: Case, observation: Observation) -> str | None:
-    """Judge that no tensor grows with seq_q × seq_k."""
+    """Judge that no tensor is much larger than a tile; inputs and outputs are smaller here."""
     seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
-    meaning = f"that is the size of the whole {seq_q}×{seq_k} score matrix, not of a tile"
+    meaning = (
+        f"the whole score matrix has {seq_q}×{seq_k} numbers, a tile only "
+        f"{case.kwargs['block_q']}×{case.kwargs['block_k']}"
+    )
     return judge_largest_tensor(observation, MOST_NUMBERS, meaning)
 
 
@@ -172,7 +175,7 @@ def layout_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def long_cases(generator: torch.Generator) -> Iterator[Case]:
-    yield draw_case(generator, LONG, LONG, (64, 64), heads=(1, 1), batch=1, head_dim=8)
+    yield draw_case(generator, LONG, LONG, (TILE, TILE), heads=(1, 1), batch=1, head_dim=2)
 
 
 # The known mistakes: each leaves the right path in one place ------------------------------------
@@ -265,7 +268,7 @@ def _stop_at_whole_blocks(
     return min(_stop(rows, seq_q, seq_k, block_k, is_causal), seq_k // block_k * block_k)
 
 
-def _whole_matrix(
+def _whole_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -273,7 +276,7 @@ def _whole_matrix(
     block_q: int = 64,
     block_k: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _tiled(q, k, v, is_causal, max(q.shape[2], 1), max(k.shape[2], 1))
+    return _tiled(q, k, v, is_causal, block_q, k.shape[2])
 
 
 def _mean_of_tiles(
@@ -433,9 +436,10 @@ MISTAKES = (
         accumulate=torch.float16,
     ),
     Mistake(
-        "the whole score matrix in memory",
-        "the numbers are right, but one tile covers all queries and all keys.",
-        _whole_matrix,
+        "scores of whole rows in memory",
+        "the numbers are right, but a tensor holds a query's scores for all keys at once. Hold "
+        "block_q × block_k of them, and let the online softmax carry m, l and o on.",
+        _whole_rows,
     ),
 )
 
@@ -452,8 +456,9 @@ QUESTION = Question(
         Check("a query that sees no key gives 0 and −inf", empty_row_cases, _judge_empty_rows),
         Check("hidden keys stay hidden below any score", low_score_cases, _judge),
         Check("any strides", layout_cases, _judge),
-        Check("no tensor of seq_q × seq_k", long_cases, judge_memory),
+        Check("no tensor much larger than a tile", long_cases, judge_memory),
         Check("the attention is your own", ragged_cases, _judge_own_work),
     ),
     mistakes=MISTAKES,
+    right=_tiled,
 )
