@@ -29,7 +29,7 @@ POINTS = {"lab9.double": 2.0}
 ANSWER = {"schema_version": 3, "grade_id": "lab9-double", "solution": True, "grade": False}
 GRADED = {"schema_version": 3, "grade_id": "lab9-double-check", "solution": False, "grade": True}
 SOURCE = '''\
-# lab: lab9.double
+# lab: lab9-double
 def double(x):
     """Twice x."""
     ### BEGIN SOLUTION
@@ -97,7 +97,7 @@ def test_release_clears_the_answer_and_locks_the_check() -> None:
     lab = labs.release(solution())
     assert [cell.id for cell in lab.cells] == ["imports", "lab9-double", "lab9-double-check"]
     assert lab.cells[1].source == (
-        '# lab: lab9.double\ndef double(x):\n    """Twice x."""\n'
+        '# lab: lab9-double\ndef double(x):\n    """Twice x."""\n'
         "    # YOUR CODE HERE\n    raise NotImplementedError()"
     )
     assert lab.cells[2].metadata.editable is False
@@ -123,7 +123,7 @@ BREAKS: dict[str, tuple[Callable[[Cells], object], str]] = {
         "knows no question 'lab9.triple'",
     ),
     "no region": (
-        lambda c: c[1].update(source="# lab: lab9.double\ndef double(x): return 2 * x"),
+        lambda c: c[1].update(source="# lab: lab9-double\ndef double(x): return 2 * x"),
         "between `### BEGIN SOLUTION` and",
     ),
     "half a region": (
@@ -132,7 +132,7 @@ BREAKS: dict[str, tuple[Callable[[Cells], object], str]] = {
     ),
     "no first line": (
         lambda c: c[1].update(source=SOURCE.partition("\n")[2]),
-        "its first line must be `# lab: <question>`, got 'def double(x):'",
+        "its first line must be `# lab: <grade_id>`, got 'def double(x):'",
     ),
     "dotted grade_id": (
         lambda c: change(c, 1, grade_id="lab9.double"),

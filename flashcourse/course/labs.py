@@ -160,9 +160,10 @@ def _answer_problems(cell: NotebookNode, points: Mapping[str, float]) -> Iterato
     lines = [line.strip() for line in cell.source.split("\n")]
     marked = re.fullmatch(r"# lab: (\S+)", lines[0])
     if marked is None:
-        yield f"its first line must be `# lab: <question>`, got {lines[0]!r}"
+        yield f"its first line must be `# lab: <grade_id>`, got {lines[0]!r}"
     else:
-        yield from _identity_problems(cell, marked[1], grade_id(marked[1]), points)
+        question = marked[1].replace("-", ".", 1)
+        yield from _identity_problems(cell, question, grade_id(question), points)
     if lines.count(BEGIN) == 0 or lines.count(BEGIN) != lines.count(END):
         yield f"its answer must stand between `{BEGIN}` and `{END}`"
     if cell.metadata.nbgrader.get("grade"):
