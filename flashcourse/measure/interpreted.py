@@ -95,6 +95,7 @@ def _meter_here(
     """Count between the interpreter and its memory: every load and store passes these two."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
+    _accept_new_numpy()
     moved = {"loaded": 0, "stored": 0}
     load, store = builder.create_masked_load, builder.create_masked_store
 
@@ -116,6 +117,31 @@ def _meter_here(
     finally:
         del builder.create_masked_load, builder.create_masked_store  # the class's own again
     return KernelTraffic(**moved)
+
+
+def _accept_new_numpy() -> None:
+    """Let loops run in the interpreters of Triton 3.4 to 3.6 under NumPy 2.4 and later.
+
+    A scalar is an array of one element there, and its conversion to the integer that ``range``
+    wants is an error in NumPy since 2.4. A GPU machine may well have both.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_patch_before_flashcourse"):
+        return
+    patch = interpreter._patch_before_flashcourse = interpreter._patch_lang_tensor
+
+    def as_index(tensor: Any) -> int:
+        return int(tensor.handle.data.item())
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        if scope:  # from 3.5 on, what is patched for a launch is taken back after it
+            scope[0].set_attr(tensor, "__index__", as_index)
+        else:
+            tensor.__index__ = as_index
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _main(request_path: str, answer_path: str) -> None:
