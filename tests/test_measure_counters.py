@@ -132,6 +132,7 @@ def test_a_run_of_ncu_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ('echo "==ERROR== ERR_NVGPUCTRPERM - no permission" > "$LOG"; exit 1', "may not read"),
         ('echo "==ERROR== out of luck"; exit 9', "status 9.*out of luck"),
         ("sleep 30", "still running after 1 s"),
+        ('echo "==WARNING== No kernels were profiled." > "$LOG"', "no table.*No kernels"),
     ],
 )
 def test_a_refusal_of_ncu_is_a_reason(

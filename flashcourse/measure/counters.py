@@ -130,11 +130,11 @@ def hardware_bytes(
 
     Returns:
         a :class:`HardwareBytes`; ``measured`` is False, with a ``reason``, on a machine without a
-        GPU or ncu, or where the counters may not be read.
+        GPU or ncu, where the counters may not be read, or where ncu printed something that
+        :func:`parse_ncu_csv` does not understand.
 
     Raises:
         ValueError: there is no such program.
-        UnreadableCounters: ncu ran, and printed something this version does not understand.
     """
     if name not in PROGRAMS:
         raise ValueError(f"name must be one of {', '.join(PROGRAMS)}, got {name!r}")
@@ -175,7 +175,11 @@ def hardware_bytes(
         )
     if status != 0:
         return unavailable(f"ncu ended with status {status}: {_last_words(said)}")
-    return HardwareBytes(name, parse_ncu_csv(table), "", shape, _version_of(ncu))
+    try:
+        kernels = parse_ncu_csv(table)
+    except UnreadableCounters as error:
+        return unavailable(str(error))
+    return HardwareBytes(name, kernels, "", shape, _version_of(ncu))
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int, str]:
