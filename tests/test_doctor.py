@@ -131,7 +131,7 @@ def test_a_kernel_that_dies_or_hangs_does_not_take_the_doctor_along(
 def test_the_probe_notices_wrong_numbers(wrong: str) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(probe.ROWS, probe.BLOCK), torch.randn(probe.BLOCK, probe.BLOCK)
-    out = torch.full((probe.BLOCK, probe.BLOCK), probe.SENTINEL)
+    out = torch.full((2 * probe.BLOCK, probe.BLOCK), probe.SENTINEL)
     out[: probe.ROWS] = torch.softmax(a @ b, dim=-1)
     assert probe.judge(out, a, b, "here").problem == ""
     if wrong == "zeros":
