@@ -53,17 +53,22 @@ def add_to_dq(
     dq, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
     begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add dS K of the tiles of keys from ``begin`` to ``end``."""
     for j in range(begin, end):
         first_key = j * BLOCK_K
-        k_j = load_tile(
-            k_head, k_offsets, first_key, num_keys, stride_kn, BLOCK_K, BLOCK_D, HEAD_DIM, EDGE
-        )
-        v_j = load_tile(
-            v_head, v_offsets, first_key, num_keys, stride_vn, BLOCK_K, BLOCK_D, HEAD_DIM, EDGE
-        )
+        if TMA:
+            k_j = k_head.load([first_key, 0])
+            v_j = v_head.load([first_key, 0])
+        else:
+            k_j = load_tile(
+                k_head, k_offsets, first_key, num_keys, stride_kn, BLOCK_K, BLOCK_D, HEAD_DIM, EDGE
+            )
+            v_j = load_tile(
+                v_head, v_offsets, first_key, num_keys, stride_vn, BLOCK_K, BLOCK_D, HEAD_DIM, EDGE
+            )
         s = tl.dot(q_i, tl.trans(k_j), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
         dp = tl.dot(do_i, tl.trans(v_j), input_precision="ieee")
         p, slope = probabilities(s, lse_i[:, None], scale_log2, cap_in, cap_out, SOFTCAP)
@@ -90,7 +95,7 @@ def flash_backward_q_kernel(
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and their delta, which the kernel for dK and dV reads."""
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
@@ -127,6 +132,14 @@ def flash_backward_q_kernel(
         q_head, q_offsets, first_query, num_queries, stride_qn, BLOCK_Q, BLOCK_D, HEAD_DIM, True
     )
 
+    if TMA:
+        k_head = tl.make_tensor_descriptor(
+            k_head, [num_keys, HEAD_DIM], [stride_kn, 1], [BLOCK_K, BLOCK_D]
+        )
+        v_head = tl.make_tensor_descriptor(
+            v_head, [num_keys, HEAD_DIM], [stride_vn, 1], [BLOCK_K, BLOCK_D]
+        )
+
     dq_i = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     shift = num_keys - num_queries
     last_query = tl.minimum(first_query + BLOCK_Q, num_queries) - 1
@@ -138,19 +151,19 @@ def flash_backward_q_kernel(
             dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
             stride_kn, stride_vn, begin, full_begin, first_query, shift, num_keys,
             scale_log2, left, right, cap_in, cap_out,
-            HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
+            HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
         )  # fmt: skip
     dq_i = add_to_dq(
         dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
         stride_kn, stride_vn, full_begin, full_end, first_query, shift, num_keys,
         scale_log2, left, right, cap_in, cap_out,
-        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, False,
+        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, False,
     )  # fmt: skip
     dq_i = add_to_dq(
         dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
         stride_kn, stride_vn, full_end, end, first_query, shift, num_keys,
         scale_log2, left, right, cap_in, cap_out,
-        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
+        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
     )  # fmt: skip
     dq_offsets = tile_offsets(stride_dqn, stride_dqd, BLOCK_Q, BLOCK_D, WIDE)
     store_tile(
@@ -162,27 +175,46 @@ def flash_backward_q_kernel(
 @triton.jit
 def add_to_dk_dv(
     dk, dv, k_j, v_j, q_head, do_head, lse_head, delta_head, q_offsets, do_offsets,
-    stride_qn, stride_don, begin, end, first_key, shift, num_queries, num_keys,
+    stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
+    begin, end, first_key, shift, num_queries, num_keys,
     scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUPED: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Add dSᵀ Q and Pᵀ dO of the tiles of queries from ``begin`` to ``end``.
+    """Add dSᵀ Q and Pᵀ dO of the tiles of queries from ``begin`` to ``end``, of every query head
+    that reads these keys. One loop over all of them keeps the loads of the next tile in flight.
 
     Sᵀ = K Qᵀ is computed as such: transposing a finished P costs a trip through shared memory.
     """
-    for i in range(begin, end):
+    for step in range(0, group * (end - begin)):
+        i = begin + step
+        if GROUPED:
+            member = (step // (end - begin)).to(tl.int64)
+            i = begin + step % (end - begin)
+            q_member = q_head + member * stride_qh
+            do_member = do_head + member * stride_doh
+            lse_member = lse_head + member * seq_q
+            delta_member = delta_head + member * seq_q
+        else:
+            q_member, do_member = q_head, do_head
+            lse_member, delta_member = lse_head, delta_head
         first_query = i * BLOCK_Q
         rows = first_query + tl.arange(0, BLOCK_Q)
-        q_i = load_tile(
-            q_head, q_offsets, first_query, num_queries, stride_qn, BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE
-        )
-        do_i = load_tile(
-            do_head, do_offsets, first_query, num_queries, stride_don,
-            BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE,
-        )  # fmt: skip
-        lse_i = load_lse(lse_head, rows, num_queries)
-        delta_i = tl.load(delta_head + rows, mask=rows < num_queries, other=0.0)
+        if TMA:
+            q_i = q_member.load([first_query, 0])
+            do_i = do_member.load([first_query, 0])
+        else:
+            q_i = load_tile(
+                q_member, q_offsets, first_query, num_queries, stride_qn,
+                BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE,
+            )  # fmt: skip
+            do_i = load_tile(
+                do_member, do_offsets, first_query, num_queries, stride_don,
+                BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE,
+            )  # fmt: skip
+        lse_i = load_lse(lse_member, rows, num_queries)
+        delta_i = tl.load(delta_member + rows, mask=rows < num_queries, other=0.0)
         s_t = tl.dot(k_j, tl.trans(q_i), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
         p_t, slope = probabilities(s_t, lse_i[None, :], scale_log2, cap_in, cap_out, SOFTCAP)
         if EDGE and (HAS_LEFT or HAS_RIGHT):
@@ -212,7 +244,7 @@ def flash_backward_kv_kernel(
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, summed over all query heads that read it."""
     first_key, head, batch, start_k, num_keys, start_q, num_queries = locate_tile(
@@ -245,33 +277,39 @@ def flash_backward_kv_kernel(
     begin, full_begin, full_end, end = visible_tiles(
         first_key, last_key, -shift, num_queries, right, left, BLOCK_Q, HAS_RIGHT, HAS_LEFT
     )
-    for member in range(group):
-        q_number = head * group + member
-        q_head = head_base(q, batch, q_number, start_q, stride_qb, stride_qh, stride_qn)
-        do_head = head_base(do, batch, q_number, start_q, stride_dob, stride_doh, stride_don)
-        row_of_lse = (batch * heads_kv * group + q_number).to(tl.int64) * seq_q + start_q
-        if HAS_RIGHT:
-            dk_j, dv_j = add_to_dk_dv(
-                dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
-                q_offsets, do_offsets, stride_qn, stride_don,
-                begin, full_begin, first_key, shift, num_queries, num_keys,
-                scale_log2, left, right, cap_in, cap_out,
-                HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
-            )  # fmt: skip
+    first_member = head * group  # of the query heads that read this KV head
+    q_head = head_base(q, batch, first_member, start_q, stride_qb, stride_qh, stride_qn)
+    do_head = head_base(do, batch, first_member, start_q, stride_dob, stride_doh, stride_don)
+    row_of_lse = (batch * heads_kv * group + first_member).to(tl.int64) * seq_q + start_q
+    if TMA:  # only where each KV head has one query head
+        q_head = tl.make_tensor_descriptor(
+            q_head, [num_queries, HEAD_DIM], [stride_qn, 1], [BLOCK_Q, BLOCK_D]
+        )
+        do_head = tl.make_tensor_descriptor(
+            do_head, [num_queries, HEAD_DIM], [stride_don, 1], [BLOCK_Q, BLOCK_D]
+        )
+    if HAS_RIGHT:
         dk_j, dv_j = add_to_dk_dv(
             dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
-            q_offsets, do_offsets, stride_qn, stride_don,
-            full_begin, full_end, first_key, shift, num_queries, num_keys,
+            q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
+            begin, full_begin, first_key, shift, num_queries, num_keys,
             scale_log2, left, right, cap_in, cap_out,
-            HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, False,
+            HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, True,
         )  # fmt: skip
-        dk_j, dv_j = add_to_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
-            q_offsets, do_offsets, stride_qn, stride_don,
-            full_end, end, first_key, shift, num_queries, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
-            HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
-        )  # fmt: skip
+    dk_j, dv_j = add_to_dk_dv(
+        dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
+        q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
+        full_begin, full_end, first_key, shift, num_queries, num_keys,
+        scale_log2, left, right, cap_in, cap_out,
+        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, False,
+    )  # fmt: skip
+    dk_j, dv_j = add_to_dk_dv(
+        dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
+        q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
+        full_end, end, first_key, shift, num_queries, num_keys,
+        scale_log2, left, right, cap_in, cap_out,
+        HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, True,
+    )  # fmt: skip
     dk_offsets = tile_offsets(stride_dkn, stride_dkd, BLOCK_K, BLOCK_D, WIDE)
     dv_offsets = tile_offsets(stride_dvn, stride_dvd, BLOCK_K, BLOCK_D, WIDE)
     store_tile(

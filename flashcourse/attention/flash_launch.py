@@ -65,9 +65,7 @@ def launch_forward(
     num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens_q)
     left, right = _window(options, seq_q, seq_k, cu_seqlens_q)
     wide_index = _needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, out)
-    tma = tiles.tma and _descriptor_fits(k) and _descriptor_fits(v)
-    if tma:
-        triton.set_allocator(_allocate)
+    tma = _use_descriptors(tiles, k, v)
     scale, cap_in, cap_out = _factors(options)
     _launch(
         flash_forward_kernel, "forward", tiles, q, num_tiles * heads * batch,
@@ -129,6 +127,7 @@ def launch_backward(
             heads, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
             BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, HAS_DLSE=d_lse is not None,
             WIDE=_needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, out, d_out, dq),
+            TMA=_use_descriptors(tiles, k, v),
             **shared,
         )  # fmt: skip
 
@@ -140,8 +139,9 @@ def launch_backward(
             q, k, v, d_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k,
             *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
             heads_kv, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
-            BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k,
+            BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, GROUPED=group > 1,
             WIDE=_needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, d_out, dk, dv),
+            TMA=group == 1 and _use_descriptors(tiles, q, d_out),
             **shared,
         )  # fmt: skip
     return dq, dk, dv
@@ -200,6 +200,14 @@ def _needs_int64(block: int, *tensors: torch.Tensor) -> bool:
     return False
 
 
+def _use_descriptors(tiles: Tiles, *tensors: torch.Tensor) -> bool:
+    """True if the tiles ask for the copy engine and it can read these tensors."""
+    if not (tiles.tma and all(map(_descriptor_fits, tensors))):
+        return False
+    triton.set_allocator(_allocate)
+    return True
+
+
 def _descriptor_fits(tensor: torch.Tensor) -> bool:
     """True if the copy engine can read it: dense rows, base and strides multiples of 16 bytes."""
     *outer, last = tensor.stride()
@@ -231,12 +239,13 @@ def _launch(
         raise ValueError(f"the {name} kernel would need {programs} programs; the grid ends at 2^31")
     _check_machine(like)
     run: Callable[..., Any] = kernel[(programs,)]
+    compiled_with = compiler_options(tiles)
     try:
         if like.device.type == "cuda" and like.device.index != torch.cuda.current_device():
             with torch.cuda.device(like.device):
-                run(*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+                run(*args, **constants, **compiled_with)
         else:
-            run(*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+            run(*args, **constants, **compiled_with)
     except OutOfResources as error:
         raise RuntimeError(
             f"the {name} kernel does not fit this GPU with {tiles}: {error}. "
@@ -244,6 +253,18 @@ def _launch(
             f"({name}=Tiles(block_q, block_k, warps, stages)), or fewer stages; and remake the "
             "table for this GPU with `python -m flashcourse bench --tune`."
         ) from error
+
+
+def compiler_options(tiles: Tiles) -> dict[str, Any]:
+    """The tiles' part of what Triton is told when it compiles."""
+    compiled_with: dict[str, Any] = {
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "enable_fp_fusion": True,  # Triton 3.10 changes the default; the softmax counts on it
+    }
+    if tiles.registers is not None:
+        compiled_with["maxnreg"] = tiles.registers
+    return compiled_with
 
 
 def _check_machine(like: torch.Tensor) -> None:

@@ -28,7 +28,9 @@ class Tiles:
     """How one kernel is cut and compiled.
 
     ``block_q`` queries × ``block_k`` keys a tile, ``warps`` per program, ``stages`` tiles in
-    flight; ``tma``: K and V come through Hopper's copy engine where their layout allows it.
+    flight; ``tma``: the tiles of the loop come through Hopper's copy engine where the layout of
+    the tensors allows it; ``registers``: the most a thread may use (NVIDIA), so that more programs
+    share a multiprocessor.
     """
 
     block_q: int
@@ -36,6 +38,7 @@ class Tiles:
     warps: int
     stages: int
     tma: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
