@@ -44,7 +44,7 @@ class StepTimes:
             return f"measured here, on {torch.cuda.get_device_name()}"
         if self._record:
             return describe_record(self._record)
-        return "not known: no GPU here, and no recorded run"
+        return "no GPU here, and no recorded run"
 
     def step(
         self, name: str, make: Callable[[], Callable[[], object]], flops: int, what: str
@@ -63,7 +63,8 @@ class StepTimes:
             self._measured[name] = {"ms": ms, "tflops": flops / ms / 1e9, "shape": what}
         row = self.rows.get(name)
         if row is None:
-            print(f"{name}: its time is {self.origin}")
+            why = "it is not in the record" if self._record else "no GPU here, and no recorded run"
+            print(f"{name}: its time is not known: {why}")
         else:
             speed = f"{row['ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s"
             print(f"{name}: {speed}, {row['shape']} ({self.origin})")
