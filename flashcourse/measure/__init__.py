@@ -1,5 +1,6 @@
 """Costs: time, peak memory, bytes moved (formula, meter, hardware counter), and the roofline."""
 
+from flashcourse.measure.backend import Backend, which_backend
 from flashcourse.measure.ceilings import Ceilings, measured_ceilings
 from flashcourse.measure.counters import HardwareBytes, committed_measurement, hardware_bytes
 from flashcourse.measure.hbm import HBM, Array
@@ -28,12 +29,14 @@ from flashcourse.measure.traffic import (
     attention_traffic,
     visible_pairs,
 )
+from flashcourse.measure.why_not import Verdict, WhyNot, why_not
 
 __all__ = [
     "CHIPS",
     "HBM",
     "Array",
     "AttentionTraffic",
+    "Backend",
     "CandidateFailed",
     "Ceilings",
     "Chip",
@@ -43,6 +46,8 @@ __all__ = [
     "PeakMemory",
     "SramExceeded",
     "Timing",
+    "Verdict",
+    "WhyNot",
     "arithmetic_intensity",
     "attainable_flops",
     "attention_flops",
@@ -59,4 +64,6 @@ __all__ = [
     "roofline_seconds",
     "time_ms",
     "visible_pairs",
+    "which_backend",
+    "why_not",
 ]
