@@ -1,0 +1,207 @@
+"""Marking one submission: every question in the answers' process, every verdict in this one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashcourse.grading.assemble import Answers, Asked, Lab, cells_to_run, find_answers
+from flashcourse.grading.document import Document, run_document
+from flashcourse.grading.limits import Limits, Sandbox, SandboxError
+from flashcourse.grading.mark import mark_observed
+from flashcourse.grading.process import StartFailed, Stopped, Workshop
+from flashcourse.grading.registry import find_question
+from flashcourse.grading.submissions import Submission
+from flashcourse.grading.verdict import Verdict
+from flashcourse.grading.wire import WireError
+
+STATUSES = (
+    "passed",
+    "failed",
+    "timeout",
+    "crashed",
+    "out_of_memory",
+    "missing",
+    "not_verified",
+    "grader_error",
+)
+MARK_AGAIN = ("not_verified", "grader_error")  # these are nobody's zero
+
+
+@dataclass
+class Outcome:
+    """What became of one question.
+
+    Attributes:
+        points: earned; None where the question has to be marked again.
+        reason: why it is neither passed nor failed, or a remark.
+        checks: the properties that hold.
+        findings: what was wrong: ``check``, ``case``, ``message`` and ``mistakes``.
+        seconds: how long it took.
+    """
+
+    question: str
+    status: str
+    points: float | None
+    max_points: float
+    reason: str = ""
+    checks: list[str] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Settings:
+    """How to grade; equal for a whole batch."""
+
+    seed: int
+    sandbox: Sandbox
+    limits: Limits = field(default_factory=Limits)
+    document: bool = True
+    gate: Path | None = None  # a file that keeps measurements apart from other submissions
+
+
+@dataclass
+class Marks:
+    """One submission's result, as it stands in the report."""
+
+    name: str
+    origin: str
+    lab: str
+    problem: str = ""
+    notes: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    document: Document = field(default_factory=lambda: Document("not run"))
+
+    @property
+    def mark_again(self) -> list[str]:
+        """The questions that have to be marked again, elsewhere or by a person."""
+        return [o.question for o in self.outcomes if o.status in MARK_AGAIN]
+
+    @property
+    def points(self) -> float:
+        """The points so far."""
+        return sum(outcome.points or 0.0 for outcome in self.outcomes)
+
+    @property
+    def max_points(self) -> float:
+        """What the lab gives."""
+        return sum(outcome.max_points for outcome in self.outcomes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with the sums."""
+        sums = {"points": self.points, "max_points": self.max_points, "mark_again": self.mark_again}
+        return asdict(self) | sums
+
+
+def question_seed(seed: int, question: str) -> int:
+    """The seed of one question's inputs: equal for every submission of a batch."""
+    digest = hashlib.sha256(f"{seed}/{question}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def mark_submission(
+    submission: Submission,
+    lab: Lab,
+    settings: Settings,
+    folder: Path,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Marks:
+    """Mark every question of a submission.
+
+    Args:
+        folder: an empty folder for what the answers write.
+        progress: told the question at work.
+    """
+    marks = Marks(submission.name, submission.origin, lab.name, submission.problem)
+    if submission.problem:
+        marks.outcomes = [
+            Outcome(a.question, "missing", 0.0, a.points, submission.problem) for a in lab.asked
+        ]
+        return marks
+    answers = find_answers(submission, lab)
+    marks.notes = answers.notes
+    with Workshop(folder, settings.sandbox, settings.limits) as workshop:
+        for asked in lab.asked:
+            progress(asked.question)
+            started = time.monotonic()
+            outcome = _mark_question(lab, asked, answers, settings, workshop)
+            outcome.seconds = round(time.monotonic() - started, 3)
+            marks.outcomes.append(outcome)
+    if settings.document:
+        progress("the notebook as a document")
+        marks.document = run_document(lab, answers, settings.sandbox, settings.limits, folder)
+    return marks
+
+
+def _mark_question(
+    lab: Lab, asked: Asked, answers: Answers, settings: Settings, workshop: Workshop
+) -> Outcome:
+    if asked.cell not in answers.sources:
+        reason = "the answer cell is missing or was left as it was given out"
+        return Outcome(asked.question, "missing", 0.0, asked.points, reason)
+    try:
+        question = find_question(asked.question)
+        with _gate(settings.gate, alone=question.alone):
+            unverified = question.needs() if question.needs else ""
+            if unverified:
+                return Outcome(asked.question, "not_verified", None, asked.points, unverified)
+            workshop.define(cells_to_run(lab, asked, answers), asked.expression)
+            verdict = mark_observed(
+                question,
+                lambda check, case: workshop.observe(question, check, case),
+                question_seed(settings.seed, question.id),
+            )
+        return _from_verdict(verdict, asked)
+    except Stopped as end:
+        return Outcome(asked.question, end.status, 0.0, asked.points, end.reason)
+    except SandboxError:
+        raise
+    except (StartFailed, WireError, Exception) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        workshop.close()
+        return Outcome(asked.question, "grader_error", None, asked.points, reason)
+    finally:
+        workshop.finish()
+
+
+def _from_verdict(verdict: Verdict, asked: Asked) -> Outcome:
+    findings = [
+        {
+            "check": finding.check,
+            "case": finding.case,
+            "message": finding.message,
+            "mistakes": [{"name": n, "explanation": e} for n, e in finding.mistakes],
+        }
+        for finding in verdict.findings
+    ]
+    points = {"passed": asked.points, "failed": 0.0}.get(verdict.status)
+    return Outcome(
+        asked.question,
+        verdict.status,
+        points,
+        asked.points,
+        verdict.reason,
+        list(verdict.checks),
+        findings,
+    )
+
+
+@contextmanager
+def _gate(path: Path | None, *, alone: bool) -> Iterator[None]:
+    """Let many questions run at once, but one that measures time only by itself."""
+    if path is None:
+        yield
+        return
+    import fcntl
+
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
