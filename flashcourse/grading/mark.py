@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,37 +24,57 @@ class _Failure:
     message: str
 
 
+Observe = Callable[[Check, Case], Observation]
+
+
 def mark(question: Question, answer: Answer, seed: int) -> Verdict:
-    """Run all checks of a question on an answer.
+    """Run all checks of a question on an answer, in this process.
 
     Args:
         seed: fixes every input; the same seed draws the same cases on every machine.
+    """
+    return mark_observed(question, lambda check, case: observe(check, answer, case), seed)
+
+
+def mark_observed(question: Question, look: Observe, seed: int) -> Verdict:
+    """Run all checks of a question on an answer that may live elsewhere.
+
+    Args:
+        look: runs the answer on a case and says what it did.
     """
     reason = question.needs() if question.needs else ""
     if reason:
         return Verdict(question.id, "not_verified", 0, question.points, seed=seed, reason=reason)
     passed: list[str] = []
     failures: list[_Failure] = []
+    reasons: list[str] = []
     for check in question.checks:
-        failure = _first_failure(question, check, answer, seed)
+        reason = check.needs() if check.needs else ""
+        if reason:
+            reasons.append(reason)
+            continue
+        failure = _first_failure(question, check, look, seed)
         if failure is None:
             passed.append(check.name)
         elif failure.message not in {f.message for f in failures}:  # one error, told once
             failures.append(failure)
+    checks = tuple(passed)
+    if not failures and reasons:
+        reason = "; ".join(dict.fromkeys(reasons))
+        return Verdict(question.id, "not_verified", 0, question.points, (), seed, checks, reason)
     if not failures:
-        return Verdict(
-            question.id, "passed", question.points, question.points, (), seed, tuple(passed)
-        )
+        points, remark = question.points, question.remark() if question.remark else ""
+        return Verdict(question.id, "passed", points, points, (), seed, checks, remark)
     findings = _diagnose(question, failures)
-    return Verdict(question.id, "failed", 0, question.points, findings, seed, tuple(passed))
+    return Verdict(question.id, "failed", 0, question.points, findings, seed, checks)
 
 
-def _first_failure(question: Question, check: Check, answer: Answer, seed: int) -> _Failure | None:
+def _first_failure(question: Question, check: Check, look: Observe, seed: int) -> _Failure | None:
     generator = torch.Generator().manual_seed(
         zlib.crc32(f"{question.id}/{check.name}".encode()) ^ seed
     )
     for case in check.cases(generator):
-        observation = observe(check, answer, case)
+        observation = look(check, case)
         message = _misbehaviour(observation) or check.judge(case, observation)
         if message:
             return _Failure(check, case, observation, message)
@@ -109,8 +129,13 @@ def _explaining(
 
 
 def _same_failure(mistake: Mistake, failure: _Failure, right: Observation | None) -> bool:
+    answers = (mistake.answer, *mistake.variants)
+    return any(_gives_the_same(answer, failure, right) for answer in answers)
+
+
+def _gives_the_same(answer: Answer, failure: _Failure, right: Observation | None) -> bool:
     ours = failure.observation
-    theirs = observe(failure.check, mistake.answer, failure.case)
+    theirs = observe(failure.check, answer, failure.case)
     if theirs.error or theirs.changed_inputs != ours.changed_inputs:
         return False
     if not _same_output(ours.output, theirs.output):

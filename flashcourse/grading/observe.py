@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from flashcourse.grading.launches import noting_launches
 from flashcourse.grading.question import Answer, Case, Check, Observation
 from flashcourse.measure.allocations import AllocationWatch
 
 _PACKAGE = Path(__file__).parent.parent
+_QUESTIONS = str(_PACKAGE / "grading" / "questions")
 # What an answer may not call: attention itself, and the formulas that lab 2 asks for.
 LIBRARY = (
     str(_PACKAGE / "attention"),
@@ -24,6 +27,8 @@ LIBRARY = (
     str(_PACKAGE / "measure" / "traffic.py"),
     str(_PACKAGE / "measure" / "roofline.py"),
 )
+
+CELL_FOLDER = "answer_cells"  # where the grader keeps a learner's cells, each in a file
 
 
 def observe(check: Check, answer: Answer, case: Case) -> Observation:
@@ -38,14 +43,17 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     with (
         torch.random.fork_rng(devices=[]),
         _noting_library_calls(library_calls),
+        noting_launches() as launches,
         AllocationWatch(args, kwargs) as watch,
     ):
+        started = time.perf_counter()
         try:
             output, error = check.call(answer, *args, **kwargs), ""
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
-            output, error = None, _describe(raised)
+            output, error = None, describe_error(raised)
+        seconds = time.perf_counter() - started
     return Observation(
         output=tree_map(_plain, output),
         error=error,
@@ -54,6 +62,8 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
         largest_numel=watch.largest_numel,
         operators=frozenset(watch.operators),
         library_calls=frozenset(library_calls),
+        launches=tuple(launches),
+        seconds=seconds,
     )
 
 
@@ -62,8 +72,13 @@ def _noting_library_calls(names: set[str]) -> Iterator[None]:
     """Note which functions of the course's own attention library are called meanwhile."""
 
     def note(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
-            names.add(frame.f_code.co_name)
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_filename.startswith(LIBRARY) or (
+            code.co_filename.startswith(_QUESTIONS) and _is_borrowed(frame)
+        ):
+            names.add(code.co_name)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -71,6 +86,20 @@ def _noting_library_calls(names: set[str]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+
+
+def _is_borrowed(frame: FrameType) -> bool:
+    """True if a function of a question's file, such as its reference, is called by the answer.
+
+    The generators and hooks that a check hands to the answer are nested functions; they may be.
+    """
+    caller = frame.f_back
+    function = frame.f_globals.get(frame.f_code.co_name)
+    return (
+        caller is not None
+        and _is_learners(caller.f_code.co_filename)
+        and getattr(function, "__code__", None) is frame.f_code
+    )
 
 
 def _copy(tree: Any) -> Any:
@@ -106,11 +135,20 @@ def _changed(before: Any, after: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _describe(error: BaseException) -> str:
-    """The error and the learner's line that raised it (the last frame outside this library)."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def describe_error(error: BaseException) -> str:
+    """The error and the learner's line that raised it (the last frame in one of their cells)."""
+    try:
+        said = str(error)
+    except BaseException:  # an exception of the learner's own, whose __str__ fails
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith("<") or "ipykernel" in f.filename]
+    own = [f for f in frames if _is_learners(f.filename)]
     if own and own[-1].line:
         text += f"  (raised by the line: {own[-1].line.strip()})"
     return text
+
+
+def _is_learners(filename: str) -> bool:
+    notebook = filename.startswith("<") or "ipykernel" in filename
+    return notebook or Path(filename).parent.name == CELL_FOLDER

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from flashcourse.grading.launches import Launch
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,6 +41,9 @@ class Observation:
         largest_shape, largest_numel: the largest tensor it allocated.
         operators: the PyTorch operators it called, without the ``aten.`` prefix.
         library_calls: the functions of ``flashcourse.attention`` it called.
+        launches: the Triton kernels it launched, in order.
+        seconds: how long the call took, by the clock of whoever judges. `grade` measures outside
+            the answer's process, from the go until the whole output has arrived.
     """
 
     output: Any = None
@@ -48,6 +53,8 @@ class Observation:
     largest_numel: int = 0
     operators: frozenset[str] = frozenset()
     library_calls: frozenset[str] = frozenset()
+    launches: tuple[Launch, ...] = ()
+    seconds: float = 0.0
 
 
 Answer = Callable[..., Any]
@@ -67,12 +74,15 @@ class Check:
         cases: draws the inputs from a seeded generator.
         judge: None if the observation is right, else what was expected and what came.
         call: runs the answer on the (copied) arguments of a case.
+        needs: None, or a function that says why this machine cannot run the check (and returns an
+            empty string where it can). The rest is checked all the same.
     """
 
     name: str
     cases: Callable[[torch.Generator], Iterable[Case]]
     judge: Callable[[Case, Observation], str | None]
     call: Callable[..., Any] = call_plainly
+    needs: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,13 @@ class Mistake:
         name: the mistake, in a few words.
         explanation: what goes wrong and why, for the person who made it.
         answer: the implementation.
+        variants: the same mistake with other tiles, for answers whose tiles are their own choice.
     """
 
     name: str
     explanation: str
     answer: Answer
+    variants: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ class Question:
             much nearer to the mistake's than the mistake's lie to the right ones.
         needs: None, or a function that says why this machine cannot verify an answer (and
             returns an empty string where it can).
+        alone: True if it measures time: then the grader runs no other submission meanwhile.
+        remark: None, or what to say beside a pass on this machine, such as what ran it.
     """
 
     id: str
@@ -107,3 +121,5 @@ class Question:
     mistakes: tuple[Mistake, ...]
     needs: Callable[[], str] | None = None
     right: Answer | None = None
+    alone: bool = False
+    remark: Callable[[], str] | None = None

@@ -45,7 +45,8 @@ class Verdict:
         findings: what was wrong; empty unless the status is ``failed``.
         seed: makes the same inputs again, as ``check(..., seed=seed)``.
         checks: the names of the checks that passed.
-        reason: why the answer could not be verified here; empty otherwise.
+        reason: why the answer could not be verified here, or a remark on where it passed; empty
+            otherwise.
     """
 
     question: str
@@ -65,8 +66,14 @@ class Verdict:
     def __str__(self) -> str:
         head = f"{_MARK[self.status]} {self.question}: {self.status.replace('_', ' ')}"
         if self.status == "not_verified":
-            return f"{head} on this machine — {self.reason}"
-        lines = [f"{head}, {self.points:g} of {self.max_points:g} points"]
+            return "\n".join(
+                [
+                    f"{head} on this machine — {self.reason}",
+                    *(f"  ✓ {name}" for name in self.checks),
+                ]
+            )
+        remark = f" ({self.reason})" if self.reason else ""
+        lines = [f"{head}, {self.points:g} of {self.max_points:g} points{remark}"]
         lines += [f"  ✓ {name}" for name in self.checks]
         for finding in self.findings:
             lines += [f"  {line}" for line in str(finding).splitlines()]
