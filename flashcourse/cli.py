@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from flashcourse.bench.command import bench
 from flashcourse.course import commands as course_commands
 from flashcourse.doctor import doctor
 from flashcourse.open_lab import open_lab
@@ -25,5 +26,6 @@ app.command()(course_commands.notebooks)
 app.command()(course_commands.labs)
 app.command()(course_commands.colab)
 app.command()(doctor)
+app.command()(bench)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(name="open", context_settings=PASS_ON)(open_lab)

@@ -1,0 +1,136 @@
+"""`python -m flashcourse bench`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashcourse.bench.candidates import Candidate
+    from flashcourse.bench.grids import Shape
+    from flashcourse.bench.report import Report
+
+GRID_HELP = "quick, paper, decode, varlen or window"
+NO_GPU = (
+    "There is no GPU here, so Triton's kernels run in its interpreter: one program after the "
+    "other, in Python. Its times say nothing about the kernels, so none are printed. Run this on "
+    "a GPU; the course's own results are shown in lesson 06, and what a CPU can compare (SDPA's "
+    "two paths there) is timed in that lesson too."
+)
+
+
+def bench(
+    grid: Annotated[
+        str | None, typer.Option(help=f"A named set of shapes: {GRID_HELP}. Default: quick.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="A shape instead, such as B4,H32,D128,N4096,causal,bf16. Repeatable."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Candidates whose name contains this. Repeatable. Default: all."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the JSON and the charts. Default: none are written."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 3,
+    tutorial: Annotated[
+        Path | None,
+        typer.Option(help="Triton's 06-fused-attention.py, to measure it too.", exists=True),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option(help="Instead, look for the fastest tiles of the course's kernels.")
+    ] = False,
+) -> None:
+    """Compare attention kernels: correctness first, then time, in turns.
+
+    Each candidate is checked on the very tensors it is timed on. Times are medians; only ratios
+    from one run mean something. A backend that refuses and a shape that does not fit are rows with
+    their reason. Exit code 1: a result was wrong. 2: nothing can be measured here.
+    """
+    from rich.console import Console
+
+    from flashcourse.bench.grids import GRIDS, parse_shape
+    from flashcourse.runtime import has_gpu
+
+    console = Console(soft_wrap=True)
+    if grid is not None and grid not in GRIDS:
+        raise typer.BadParameter(f"{grid!r} is not a grid; there are {', '.join(GRIDS)}")
+    if grid is not None and shape:
+        raise typer.BadParameter("give --grid or --shape, not both")
+    try:
+        shapes = [parse_shape(text) for text in shape] if shape else GRIDS[grid or "quick"]()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    name = "shapes" if shape else (grid or "quick")
+    from flashcourse.bench.candidates import all_candidates
+
+    candidates = [
+        c for c in all_candidates(tutorial)
+        if not only or any(word.lower() in c.name.lower() for word in only)
+    ]  # fmt: skip
+    if not candidates:
+        known = ", ".join(c.name for c in all_candidates())
+        raise typer.BadParameter(f"no candidate matches {only}; there are: {known}")
+    if not has_gpu():
+        console.print(NO_GPU)
+        raise typer.Exit(2)
+    if tune:
+        from flashcourse.bench_tune import tune as find_tiles
+
+        find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"])
+        return
+
+    from flashcourse.bench import charts, report
+    from flashcourse.measure.recorded import record
+
+    command = "python -m flashcourse bench " + " ".join(sys.argv[2:])
+    result = measure(shapes, candidates, command.strip(), rounds, console)
+    for direction in ("forward", "backward", "both"):
+        if any(direction in s.directions for s in shapes):
+            console.print(report.table(result, direction))
+    for line in [*report.reasons(result), *report.summary(result)]:
+        console.print(line, markup=False, highlight=False)
+    console.print(f"{len(shapes)} shapes in {result.seconds:.0f} s")
+    record(f"bench_{name}", result.to_json(), made_by=command)
+    if out is not None:
+        report.write_json(result, out / f"{name}.json")
+        written = [f"{name}.json", *(p.name for p in charts.write_charts(result, out / name))]
+        console.print(f"written: {', '.join(written)}")
+    for mistake in result.mistakes:
+        console.print(mistake, style="bold red", markup=False)
+    if result.mistakes:
+        raise typer.Exit(1)
+
+
+def measure(
+    shapes: list[Shape], candidates: list[Candidate], command: str, rounds: int, console: Console,
+    device: str = "cuda",
+) -> Report:  # fmt: skip
+    """Race the candidates on every shape, with a progress bar; returns the Report."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    from flashcourse.bench.race import race
+    from flashcourse.bench.report import Report
+    from flashcourse.measure.ceilings import measured_ceilings
+
+    started = time.perf_counter()
+    result = Report(command, measured_ceilings() if device == "cuda" else None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Elapsed())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("checking and timing", total=len(shapes))
+        for shape in shapes:
+            progress.update(task, description=str(shape))
+            result.rows.append((shape, race(shape, candidates, device, rounds)))
+            progress.advance(task)
+    result.seconds = time.perf_counter() - started
+    return result

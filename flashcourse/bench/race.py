@@ -1,0 +1,154 @@
+"""One shape: check every candidate, then time those that are right, in turns."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from flashcourse.bench.candidates import Candidate, LeftOut, Run
+from flashcourse.bench.correctness import expect, wrong
+from flashcourse.bench.grids import Direction, Shape
+from flashcourse.measure.timing import Timing, time_ms
+
+Status = Literal["timed", "left out", "out of memory", "wrong", "failed"]
+ROUNDS = 3
+BUDGET_MS = 25.0  # a candidate, direction and round: at least one run, at most MOST_REPEATS
+MOST_REPEATS = 10
+
+
+@dataclass
+class Outcome:
+    """What became of one candidate on one shape.
+
+    Attributes:
+        status: ``timed``, ``left out`` (with its reason; a refusal of a backend is one),
+            ``out of memory``, ``wrong`` (then it was not timed) or ``failed``.
+        reason: in words, unless it was timed.
+        times: for each direction, milliseconds.
+    """
+
+    candidate: str
+    status: Status
+    reason: str = ""
+    times: dict[Direction, Timing] = field(default_factory=dict)
+
+
+def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
+         rounds: int = ROUNDS) -> list[Outcome]:  # fmt: skip
+    """Check and time the candidates on one shape. No candidate can end the run.
+
+    Args:
+        rounds: how often the candidates take turns; each round begins with the next one.
+    """
+    q, k, v, d_out = shape.inputs(device)
+    outcomes = {c.name: Outcome(c.name, "timed") for c in candidates}
+    try:
+        expected = expect(shape, (q, k, v, d_out))
+    except torch.OutOfMemoryError:
+        reason = "the reference did not fit, so nothing could be checked"
+        return [Outcome(c.name, "out of memory", reason) for c in candidates]
+    runs: dict[str, Run] = {}
+    for candidate in candidates:
+        outcome = outcomes[candidate.name]
+
+        def check(candidate: Candidate = candidate) -> str | None:
+            run = candidate.prepare(shape, q, k, v)
+            runs[candidate.name] = run
+            return wrong(shape, run, q, k, v, d_out, expected)
+
+        problem = _guarded(outcome, check)
+        if problem is not None:
+            outcome.status, outcome.reason = "wrong", problem
+    calls = {
+        name: _calls(shape, run, q, k, v, d_out)
+        for name, run in runs.items()
+        if outcomes[name].status == "timed"
+    }
+    names = list(calls)
+    taken: dict[str, dict[Direction, list[float]]] = {
+        name: {direction: [] for direction in shape.directions} for name in names
+    }
+    for turn in range(rounds):
+        for name in _rotated(names, turn):
+            if outcomes[name].status == "timed":
+                turn_of = functools.partial(_one_turn, calls[name], taken[name], device)
+                _guarded(outcomes[name], turn_of)
+    for name in names:
+        if outcomes[name].status == "timed":
+            outcomes[name].times = {way: Timing(ms) for way, ms in taken[name].items()}
+    return list(outcomes.values())
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    start = turn % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def _guarded(outcome: Outcome, work: Callable[[], str | None]) -> str | None:
+    """Do it, and turn whatever goes wrong into a status with a reason."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a backend has to say is in the reason
+            return work()
+    except LeftOut as reason:
+        outcome.status, outcome.reason = "left out", str(reason)
+    except torch.OutOfMemoryError as error:
+        outcome.status, outcome.reason = "out of memory", _wanted(str(error))
+    except Exception as error:  # the others must still be measured
+        first = (str(error).splitlines() or [""])[0]
+        outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {first}"[:200]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def _wanted(message: str) -> str:
+    """The one sentence of PyTorch's message that says how much was wanted."""
+    for sentence in message.split(". "):
+        if "Tried to allocate" in sentence:
+            return sentence.split("out of memory. ")[-1].strip() + "."
+    return "the allocator had no more"
+
+
+Calls = dict[Direction, Callable[[], object]]
+
+
+def _calls(shape: Shape, run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+           d_out: torch.Tensor) -> Callable[[], Calls]:  # fmt: skip
+    """Makes the call of each direction; the graph that a backward needs lives for one turn."""
+
+    def make() -> Calls:
+        leaves = [t.detach().requires_grad_("backward" in shape.directions) for t in (q, k, v)]
+
+        def forward() -> object:
+            with torch.no_grad():
+                return run(*leaves)
+
+        calls: Calls = {"forward": forward}
+        if "backward" in shape.directions:
+            out = run(*leaves)
+            calls["backward"] = lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        if "both" in shape.directions:
+            calls["both"] = lambda: torch.autograd.grad(run(*leaves), leaves, d_out)
+        return {direction: calls[direction] for direction in shape.directions}
+
+    return make
+
+
+def _one_turn(make: Callable[[], Calls], taken: dict[Direction, list[float]], device: str) -> None:
+    for direction, call in make().items():
+        # The L2 cache is cleared before each run. That also hides the time Python needs for a
+        # launch, which would be all one sees of short inputs.
+        once = time_ms(call, warmup=1, repeats=1, clear_l2=True, device=device)
+        repeats = max(0, min(MOST_REPEATS, int(BUDGET_MS / max(once, 1e-6))) - 1)
+        taken[direction] += once.times
+        if repeats:
+            more = time_ms(call, warmup=0, repeats=repeats, clear_l2=True, device=device)
+            taken[direction] += more.times
