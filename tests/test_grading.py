@@ -21,8 +21,8 @@ from flashcourse.grading.judge import judge_number, judge_operators, judge_tenso
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 
 SEEDS_FOR_SOLUTIONS = 200
-SEEDS_FOR_OTHER_RIGHT_ANSWERS = 25
-SEEDS_FOR_MISTAKES = 5
+SEEDS_FOR_OTHER_RIGHT_ANSWERS = 20
+SEEDS_FOR_MISTAKES = 2
 
 POINTS = {
     "lab1.softmax": 2,

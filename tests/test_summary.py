@@ -23,7 +23,7 @@ def test_it_is_the_last_line_of_a_run(tmp_path: Path) -> None:
         "def test_passes(): pass\n"
         "def test_cannot(): not_verified('no moon')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), "-p", "plugins.machine", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
