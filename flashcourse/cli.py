@@ -7,6 +7,7 @@ import typer
 from flashcourse.bench.command import bench
 from flashcourse.course import commands as course_commands
 from flashcourse.doctor import doctor
+from flashcourse.grading_command import grade
 from flashcourse.open_lab import open_lab
 
 app = typer.Typer(
@@ -27,5 +28,6 @@ app.command()(course_commands.labs)
 app.command()(course_commands.colab)
 app.command()(doctor)
 app.command()(bench)
+app.command()(grade)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(name="open", context_settings=PASS_ON)(open_lab)

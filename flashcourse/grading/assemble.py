@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import symtable
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashcourse.course.files import read_notebook
+from flashcourse.course.files import CourseError, read_notebook
 from flashcourse.grading.submissions import Cell, Submission
 
 MARK = re.compile(r"#\s*lab:\s*([\w.-]+)\s*")
@@ -65,11 +66,11 @@ def load_labs(folder: Path) -> dict[str, Lab]:
     """Every lab of the folder with released notebooks, by name.
 
     Raises:
-        ValueError: there is none.
+        CourseError: there is none.
     """
     labs = {path.stem: _load(path) for path in sorted(folder.glob("*.ipynb"))}
     if not labs:
-        raise ValueError(f"no released labs (*.ipynb) in {folder}")
+        raise CourseError(f"no released labs (*.ipynb) in {folder}")
     return labs
 
 
@@ -103,7 +104,8 @@ def _asked(source: str, grader: Any, stubs: dict[str, str]) -> list[Asked]:
 def which_lab(submission: Submission, labs: dict[str, Lab]) -> Lab | None:
     """The lab whose answer cells the submission holds most of; None if it holds none."""
     counts = {
-        name: sum(1 for cell in submission.cells if _cell_of(cell, lab)) for name, lab in labs.items()
+        name: sum(1 for cell in submission.cells if _cell_of(cell, lab))
+        for name, lab in labs.items()
     }
     best = max(counts, key=lambda name: counts[name], default=None)
     return labs[best] if best is not None and counts[best] else None
@@ -253,9 +255,20 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def used_names(source: str) -> set[str]:
-    """The names a source mentions."""
-    tree = _tree(source)
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
+    """The global names a source mentions and does not define itself."""
+    try:
+        waiting = [symtable.symtable(source, "cell", "exec")]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    found: set[str] = set()
+    while waiting:
+        table = waiting.pop()
+        waiting += table.get_children()
+        top = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (top or symbol.is_global()):
+                found.add(symbol.get_name())
+    return found - defined_names(source)
 
 
 def _preamble(lab: Lab) -> list[ast.stmt]:
@@ -292,9 +305,9 @@ def cells_to_run(lab: Lab, asked: Asked, answers: Answers) -> dict[str, str]:
     The answer's own cell, the answer cells whose functions it uses, and of the lab's own cells
     what these mention. Another question's cell that raises or hangs does no harm here.
     """
-    wanted = {asked.cell}
+    wanted, given = {asked.cell}, _preamble_names(lab)
     while True:
-        used = set().union(*(used_names(answers.sources[cell]) for cell in wanted))
+        used = set().union(*(used_names(answers.sources[cell]) for cell in wanted)) - given
         more = {
             cell
             for cell, source in answers.sources.items()

@@ -21,8 +21,10 @@ from flashcourse.grading import confine
 
 GIB = 2**30
 PACKAGE = Path(flashcourse.__file__).parent
-SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/proc", "/sys")
-SYSTEM += ("/dev", "/run", "/nix", "/var/lib")
+SYSTEM = (
+    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/opt", "/nix"),
+    *("/etc", "/proc", "/sys", "/dev", "/run", "/var/lib"),
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/dri", "/dev/kfd")
 KEPT_VARIABLES = (
     "PATH",
@@ -117,8 +119,10 @@ def choose_sandbox(wanted: str) -> Sandbox:
     return Sandbox("none")
 
 
-NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--ipc", "--fork")
-NAMESPACES += ("--kill-child=SIGKILL", "--mount-proc")
+NAMESPACES = (
+    *("unshare", "--user", "--map-root-user", "--net", "--pid", "--ipc"),
+    *("--fork", "--kill-child=SIGKILL", "--mount-proc"),
+)
 
 
 @functools.cache

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from flashcourse.grading.assemble import Answers, Asked, Lab, cells_to_run, find_answers
 from flashcourse.grading.document import Document, run_document
@@ -32,6 +35,11 @@ STATUSES = (
     "grader_error",
 )
 MARK_AGAIN = ("not_verified", "grader_error")  # these are nobody's zero
+
+
+class Poisoned(RuntimeError):
+    """A CUDA error happened in this process, a known mistake's for instance. It would fail all
+    that follows."""
 
 
 @dataclass
@@ -111,13 +119,21 @@ def mark_submission(
     lab: Lab,
     settings: Settings,
     folder: Path,
+    *,
+    done: Mapping[str, Outcome] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda text: None,
+    report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Marks:
     """Mark every question of a submission.
 
     Args:
         folder: an empty folder for what the answers write.
+        done: the questions marked before, in a process that is no more.
         progress: told the question at work.
+        report: given every outcome as soon as it is there.
+
+    Raises:
+        Poisoned: the GPU no longer works in this process; outcomes so far were reported.
     """
     marks = Marks(submission.name, submission.origin, lab.name, submission.problem)
     if submission.problem:
@@ -129,15 +145,28 @@ def mark_submission(
     marks.notes = answers.notes
     with Workshop(folder, settings.sandbox, settings.limits) as workshop:
         for asked in lab.asked:
+            if asked.question in done:
+                marks.outcomes.append(done[asked.question])
+                continue
             progress(asked.question)
             started = time.monotonic()
             outcome = _mark_question(lab, asked, answers, settings, workshop)
             outcome.seconds = round(time.monotonic() - started, 3)
             marks.outcomes.append(outcome)
+            report(outcome)
+            _check_gpu()
     if settings.document:
         progress("the notebook as a document")
         marks.document = run_document(lab, answers, settings.sandbox, settings.limits, folder)
     return marks
+
+
+def _check_gpu() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise Poisoned(str(error)) from error
 
 
 def _mark_question(

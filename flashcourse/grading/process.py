@@ -72,6 +72,7 @@ class Workshop:
         self.printed = bytearray()
         self.left = limits.seconds
         self._line: _Line | None = None
+        self._looked = 0.0  # when memory and processes were last counted
         (self.folder / CELL_FOLDER).mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Workshop:
@@ -270,7 +271,9 @@ class Workshop:
         line = self._line
         assert line is not None
         process = line.process
-        assert process.stdin and process.stdout and process.stderr
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         poll = select.poll()
         target = process.stdin if writing else process.stdout
         poll.register(target.fileno(), select.POLLOUT if writing else select.POLLIN)
@@ -280,10 +283,13 @@ class Workshop:
             ready = dict(poll.poll(STEP * 1000))
             if process.stderr.fileno() in ready and not self._drain(process.stderr.fileno()):
                 poll.unregister(process.stderr.fileno())
-            self.left -= time.monotonic() - before
+            now = time.monotonic()
+            self.left -= now - before
             if target.fileno() in ready:
                 return
-            self._check_use(line)
+            if now - self._looked >= STEP or self.left <= 0:
+                self._looked = now
+                self._check_use(line)
 
     def _check_use(self, line: _Line) -> None:
         if self.left <= 0:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Records, while active, the largest tensor an operator returned and the operators called.
+    """Records, while active, what operators returned, what was held at once, and what was called.
 
-    ``with AllocationWatch() as watch: ...`` then read ``watch.largest_shape``,
-    ``watch.largest_numel`` and ``watch.operators``. Views count as the tensor they show, except
-    expanded ones, which hold no memory of their own: a tensor's size is the size of its storage,
-    and storages that existed before (the inputs) do not count.
+    ``with AllocationWatch() as watch: ...`` then read ``largest_shape`` and ``largest_numel`` (the
+    largest tensor), ``live_numel`` (the most numbers held at once) and ``operators``. A tensor's
+    size is the size of its storage, so views add nothing; storages that existed before (the
+    inputs) do not count.
     """
 
     def __init__(self, *inputs: Any) -> None:
@@ -26,22 +27,37 @@ class AllocationWatch(TorchDispatchMode):
         super().__init__()
         self.largest_shape: tuple[int, ...] = ()
         self.largest_numel = 0
+        self.live_numel = 0
         self.operators: set[str] = set()
         self._known = {
             leaf.untyped_storage()._cdata
             for leaf in tree_leaves(inputs)
             if isinstance(leaf, torch.Tensor)
         }
+        # By identity: a weak reference keeps the identity of a freed storage from being reused.
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # hiding from the compiler would import it: seconds, at the first operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operators.add(str(func.overloadpacket).removeprefix("aten."))
+        grown = False
         for leaf in tree_leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
             storage = leaf.untyped_storage()
+            if storage._cdata in self._known or storage._cdata in self._held:
+                continue
             numel = storage.nbytes() // max(leaf.element_size(), 1)
-            if numel > self.largest_numel and storage._cdata not in self._known:
+            self._held[storage._cdata] = (StorageWeakRef(storage), numel)
+            grown = True
+            if numel > self.largest_numel:
                 self.largest_numel = numel
                 self.largest_shape = tuple(leaf.shape)
+        if grown:
+            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+            self.live_numel = max(self.live_numel, sum(size for _, size in self._held.values()))
         return result
