@@ -151,13 +151,16 @@ def crossover_length(
 def draw_masks(masks: Mapping[str, Any]) -> Figure:
     """Weights of queries (rows) on keys (columns), side by side on one colour scale.
 
+    A weight of exactly 0, a pair that does not see each other, is left white.
+
     Args:
         masks: for each title, a 2-dimensional array of weights from 0 to 1.
     """
     figure, axes = new_figure(2.5 * len(masks) + 0.6, 2.7, columns=len(masks), squeeze=False)
     image: Any = None
     for (title, weights), ax in zip(masks.items(), axes.flat, strict=True):
-        image = ax.imshow(np.asarray(weights), cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="equal")
+        shown = np.ma.masked_equal(np.asarray(weights, dtype=float), 0.0)
+        image = ax.imshow(shown, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="equal")
         ax.set_title(title, fontsize=9)
         ax.set_xlabel("key")
         ax.set_ylabel("query")
@@ -181,9 +184,13 @@ def draw_claims(claims: Mapping[str, float], right: str, unit: str) -> Figure:
     colours = [BLUE if name == right else ORANGE for name in names]
     ax.barh(names, [claims[name] for name in names], color=colours)
     ax.axvline(claims[right], color=BLACK, linestyle="--", linewidth=1)
-    ax.set_xscale("log")
+    low, high = min(claims.values()), max(claims.values())
+    if high > 20 * low > 0:
+        ax.set_xscale("log")
+        ax.set_xlim(left=low / 2)
+        unit += " (logarithmic)"
     ax.invert_yaxis()
-    ax.set_xlabel(f"{unit} (logarithmic)")
+    ax.set_xlabel(unit)
     for place, name in enumerate(names):
         ax.annotate(
             f" {claims[name]:.3g}", (claims[name], place), va="center", annotation_clip=False
