@@ -2,8 +2,8 @@
 
 For each head_dim, dtype and kernel: compile every candidate (in several processes; compiling is
 what takes the time), time those that fit, and keep the fastest whose results are the same bits in
-50 runs and exact on small integers. The result is printed as rows for
-``flashcourse/attention/tuning.py``, where a person puts it.
+50 runs and exact on small integers. Run by ``python -m flashcourse bench --tune``; the result is
+printed, and a person puts it into ``flashcourse/attention/tuning.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,6 @@ import torch
 
 from flashcourse.attention import flash_attention, naive_attention
 from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, force_tiles
-from flashcourse.bench_attention import geometric_mean
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
@@ -172,7 +172,7 @@ def tune(
             key = (candidate.dtype, candidate.kernel, candidate.head_dim)
             if key == (dtype, kernel, head_dim) and reason is None:
                 times = run_once(candidate, 4, 16, seq)
-                timed.append((geometric_mean(list(times.values())), times, candidate))
+                timed.append((statistics.geometric_mean(times.values()), times, candidate))
         timed.sort(key=lambda entry: entry[0])
         print(f"{kernel} head_dim={head_dim} {dtype}")
         for mean, times, candidate in timed[:show]:

@@ -213,7 +213,7 @@ def rounding_floor(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) ->
         size.max().item() if size.numel() else 0.0 for size in sizes
     )
     largest = min(largest, options.get("softcap") or largest)
-    return torch.finfo(torch.float32).eps * (2.0 + largest)
+    return torch.finfo(torch.float32).eps * (4.0 + largest)
 
 
 def delta_floor(

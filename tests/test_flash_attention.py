@@ -96,9 +96,9 @@ def test_any_strides_of_the_gradient(gradient: str) -> None:
     assert problems(case(33, 40, gradient=gradient, layout="fused", is_causal=True), HERE) == []
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random(seed: int) -> None:
-    assert problems(random_case(seed, longest=100, largest_head_dim=80), HERE) == []
+    assert problems(random_case(seed, longest=70, largest_head_dim=80), HERE) == []
 
 
 VARLEN = [
@@ -118,9 +118,9 @@ def test_varlen_table(one: VarlenCase) -> None:
     assert varlen_problems(one, HERE) == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_varlen_random(seed: int) -> None:
-    assert varlen_problems(random_varlen_case(seed, longest=70, largest_head_dim=40), HERE) == []
+    assert varlen_problems(random_varlen_case(seed, longest=50, largest_head_dim=40), HERE) == []
 
 
 @pytest.mark.needs_gpu
@@ -162,7 +162,7 @@ def test_negative_control_the_judge_rejects_wrong_results() -> None:
 
 
 def test_every_tile_shape_gives_the_same_answer() -> None:
-    one = case(70, 90, window_size=(30, 8), heads_q=2, heads_kv=1)
+    one = case(40, 50, window_size=(20, 8), heads_q=2, heads_kv=1, head_dim=16)
     for block_q, block_k in ((16, 16), (16, 64), (64, 16), (128, 32), (32, 128)):
         tiles = Tiles(block_q, block_k, 4, 1)
         with force_tiles(forward=tiles, backward_q=tiles, backward_kv=tiles):
@@ -202,28 +202,31 @@ def test_max_seqlen_is_only_a_bound() -> None:
 
 def test_a_tensor_with_huge_strides_is_addressed_right() -> None:
     """Offsets past 2^31: between heads, between tokens, and inside one tile."""
-    elements = 2**31 + 2**20
+    elements = 2**31 + 2**29
     try:
         store = torch.empty(elements, dtype=f16, device=HERE)  # untouched pages cost nothing
     except RuntimeError:
         pytest.fail(f"no address space for {2 * elements} bytes")
     dense = [torch.randn(1, 2, 6, 8, device=HERE).to(f16) for _ in range(3)]
-    for strides in ((0, 2**31, 8, 1), (0, 64, 2**28, 1), (0, 64, 8, 2**28)):
-        if sum((n - 1) * s for n, s in zip((1, 2, 6, 8), strides, strict=True)) >= elements:
-            continue
+    # five tokens or seven columns of 2^28.7 elements; each needs more than 2^31
+    for strides in ((0, 2**31, 8, 1), (0, 64, 2**29 - 2**26, 1), (0, 64, 8, 2**28 + 2**26)):
         wide = []
         for number, tensor in enumerate(dense):
-            view = store.as_strided(tensor.shape, strides, 2048 * number)
+            view = store.as_strided(tensor.shape, strides, 4096 * number)
             view.copy_(tensor)
             wide.append(view)
-        out = flash_attention(*wide, is_causal=True)
-        assert torch.equal(out, flash_attention(*dense, is_causal=True)), strides
+        results = []
+        for tensors in (wide, dense):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            out = flash_attention(*leaves, is_causal=True)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        assert all(map(torch.equal, *results)), strides
 
 
 def test_the_gradients_are_the_same_bits_every_run() -> None:
-    leaves = [torch.randn(1, 4, 70, 16, device=HERE).to(f16).requires_grad_() for _ in range(3)]
+    leaves = [torch.randn(1, 2, 70, 16, device=HERE).to(f16).requires_grad_() for _ in range(3)]
     runs = []
-    for _ in range(3):
+    for _ in range(2):
         out = flash_attention(*leaves, is_causal=True)
         runs.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
     for run in runs[1:]:

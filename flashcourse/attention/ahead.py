@@ -134,7 +134,9 @@ def _source(function: Any, job: Job) -> Any:
         "BLOCK_Q": job.tiles.block_q, "BLOCK_K": job.tiles.block_k,
         "VARLEN": job.varlen, "HAS_LEFT": job.has_left, "HAS_RIGHT": job.has_right,
         "SOFTCAP": job.softcap, "HAS_DLSE": False, "NEGATE": False, "GROUPED": job.grouped,
-        "WIDE": job.wide, "TMA": job.tiles.tma,
+        "WIDE": job.wide,
+        # as the launch does: a descriptor reads one head, and a group has several
+        "TMA": job.tiles.tma and not (job.grouped and job.kernel == "backward_kv"),
     }  # fmt: skip
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int, ...], Any] = {}

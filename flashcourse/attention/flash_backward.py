@@ -222,7 +222,10 @@ def add_to_dk_dv(
         else:
             delta_i = tl.load(delta_member + rows)
         s_t = tl.dot(k_j, tl.trans(q_i), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
-        dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
+        # The matrix unit can compute dP while the exponential is taken, where a tile is small
+        # enough for both products to be in registers at once.
+        if BLOCK_Q <= 64:
+            dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
         p_t, slope = probabilities(s_t, lse_i[None, :], scale_log2, cap_in, cap_out, SOFTCAP)
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
@@ -232,6 +235,8 @@ def add_to_dk_dv(
             )
             p_t = tl.where(visible, p_t, 0.0)
         dv = tl.dot(p_t.to(do_i.dtype), do_i, dv, input_precision="ieee")  # (BLOCK_K, BLOCK_D)
+        if BLOCK_Q > 64:
+            dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
         ds_t = p_t * (dp_t - delta_i[None, :]) * slope
         dk = tl.dot(ds_t.to(q_i.dtype), q_i, dk, input_precision="ieee")
     return dk, dv
