@@ -184,6 +184,7 @@ def test_shapes_by_hand() -> None:
         100, 300, 96, True, "bfloat16", 2, 8, 2
     )
     assert parse_shape("N64 W16").window == 16
+    assert parse_shape("N1/64").directions == ("forward",)
     for text, message in {
         "B2": "length is missing", "N64,Q3": "'Q3' is not understood", "N0": "'N0' is not",
         "N64,H6/4": "multiple of KV heads", "N64,D300": "1 to 256", "N64,D8/2": "'D8/2'",
@@ -269,6 +270,14 @@ def test_without_a_gpu_it_prints_no_speed_and_says_why() -> None:
     assert "ms" not in re.findall(r"\b\w+\b", run.stdout)
 
 
+def test_the_command_is_kept_without_the_folders_of_a_machine() -> None:
+    kept = command._typed(None, None, ["SDPA MATH"], 3, Path("/somewhere/results"), Path("/x/a.py"))
+    assert kept == (
+        "python -m flashcourse bench --grid quick --only 'SDPA MATH' --out results --tutorial a.py"
+    )
+    assert command._typed(None, ["N64"], None, 5, None, None).endswith("--shape N64 --rounds 5")
+
+
 def test_wrong_arguments_are_named() -> None:
     run = bench("--grid", "huge")
     assert run.returncode == 2
@@ -288,7 +297,7 @@ def test_on_the_gpu_every_candidate_is_right(text: str) -> None:
 
 @pytest.mark.needs_gpu
 def test_on_the_gpu_packed_batches_are_right() -> None:
-    shape = Shape(900, 900, 64, True, "float16", 1, 4, 4, lengths=(1, 399, 0, 500))
+    shape = Shape(900, 900, 64, True, "float16", 1, 4, 4, lengths=(1, 399, 500))
     for outcome in race(shape, all_candidates(), rounds=1):
         assert outcome.status in ("timed", "left out"), outcome
     assert race(shape, all_candidates()[:1], rounds=1)[0].status == "timed"

@@ -209,6 +209,15 @@ def test_it_prints_a_line_for_each_backend_and_the_choice() -> None:
     assert lines[-1] == "SDPA would take FLASH."
 
 
+def test_pytorchs_advice_is_not_taken_for_a_number() -> None:
+    reason, _ = explain((
+        "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got "
+        "seqlen_q: 16 seqlen_k: 64. If you would like to use causal attention with non-square "
+        "masks, please see CausalAttnMask.",
+    ))  # fmt: skip
+    assert reason == "is_causal needs as many queries as keys (seqlen_q: 16 seqlen_k: 64)"
+
+
 def test_an_unknown_message_is_passed_on() -> None:
     reason, fix = explain(("The moon is in the wrong phase.",))
     assert "moon" in reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from flashcourse.bench.report import Report
 
 GRID_HELP = "quick, paper, decode, varlen or window"
+ROUNDS, WIDE = 3, 200
 NO_GPU = (
     "There is no GPU here, so Triton's kernels run in its interpreter: one program after the "
     "other, in Python. Its times say nothing about the kernels, so none are printed. Run this on "
@@ -41,7 +41,7 @@ def bench(
         Path | None,
         typer.Option(help="Folder for the JSON and the charts. Default: none are written."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = ROUNDS,
     tutorial: Annotated[
         Path | None,
         typer.Option(help="Triton's 06-fused-attention.py, to measure it too.", exists=True),
@@ -62,6 +62,8 @@ def bench(
     from flashcourse.runtime import has_gpu
 
     console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(soft_wrap=True, width=WIDE)  # a file can take the whole table
     if grid is not None and grid not in GRIDS:
         raise typer.BadParameter(f"{grid!r} is not a grid; there are {', '.join(GRIDS)}")
     if grid is not None and shape:
@@ -92,8 +94,8 @@ def bench(
     from flashcourse.bench import charts, report
     from flashcourse.measure.recorded import record
 
-    command = "python -m flashcourse bench " + " ".join(sys.argv[2:])
-    result = measure(shapes, candidates, command.strip(), rounds, console)
+    command = _typed(grid, shape, only, rounds, out, tutorial)
+    result = measure(shapes, candidates, command, rounds, console)
     for direction in ("forward", "backward", "both"):
         if any(direction in s.directions for s in shapes):
             console.print(report.table(result, direction))
@@ -109,6 +111,20 @@ def bench(
         console.print(mistake, style="bold red", markup=False)
     if result.mistakes:
         raise typer.Exit(1)
+
+
+def _typed(
+    grid: str | None, shapes: list[str] | None, only: list[str] | None, rounds: int,
+    out: Path | None, tutorial: Path | None,
+) -> str:  # fmt: skip
+    """The command that makes this run, without the folders of one machine."""
+    words = ["python -m flashcourse bench"]
+    words += [f"--grid {grid or 'quick'}"] if not shapes else [f"--shape {s}" for s in shapes]
+    words += [f"--only '{word}'" if " " in word else f"--only {word}" for word in only or ()]
+    words += [f"--rounds {rounds}"] if rounds != ROUNDS else []
+    words += [f"--out {out.name}"] if out is not None else []
+    words += [f"--tutorial {tutorial.name}"] if tutorial is not None else []
+    return " ".join(words)
 
 
 def measure(

@@ -27,7 +27,7 @@ class Shape:
         is_causal: aligned to the bottom right.
         window: keys to the left that stay visible, or None; causal.
         lengths: of the sequences of a packed batch, or None.
-        directions: what is timed; decoding has no backward.
+        directions: what is timed; decoding, one query, has no backward.
         flex: whether FlexAttention is measured, which costs a compilation a shape.
     """
 
@@ -198,6 +198,8 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(f"{text!r}: the length is missing (N4096); a shape is {SHAPE_HELP}")
     if values.get("window") is not None:
         values["is_causal"] = True
+    if values["seq_q"] == 1:
+        values["directions"] = ("forward",)  # decoding
     shape = Shape(**values)
     if shape.heads_kv < 1 or shape.heads % shape.heads_kv:
         raise ValueError(f"{text!r}: heads must be a multiple of KV heads, got {shape.heads}/"

@@ -17,7 +17,6 @@ from flashcourse.bench.grids import Direction, Shape
 from flashcourse.measure.timing import Timing, time_ms
 
 Status = Literal["timed", "left out", "out of memory", "wrong", "failed"]
-ROUNDS = 3
 BUDGET_MS = 25.0  # a candidate, direction and round: at least one run, at most MOST_REPEATS
 MOST_REPEATS = 10
 
@@ -40,7 +39,7 @@ class Outcome:
 
 
 def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
-         rounds: int = ROUNDS) -> list[Outcome]:  # fmt: skip
+         rounds: int = 3) -> list[Outcome]:  # fmt: skip
     """Check and time the candidates on one shape. No candidate can end the run.
 
     Args:
@@ -77,7 +76,9 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
     for turn in range(rounds):
         for name in _rotated(names, turn):
             if outcomes[name].status == "timed":
-                turn_of = functools.partial(_one_turn, calls[name], taken[name], device)
+                turn_of = functools.partial(
+                    _one_turn, calls[name], taken[name], device, warmup=turn == 0
+                )
                 _guarded(outcomes[name], turn_of)
     for name in names:
         if outcomes[name].status == "timed":
@@ -142,11 +143,13 @@ def _calls(shape: Shape, run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return make
 
 
-def _one_turn(make: Callable[[], Calls], taken: dict[Direction, list[float]], device: str) -> None:
+def _one_turn(
+    make: Callable[[], Calls], taken: dict[Direction, list[float]], device: str, warmup: bool
+) -> None:
     for direction, call in make().items():
         # The L2 cache is cleared before each run. That also hides the time Python needs for a
         # launch, which would be all one sees of short inputs.
-        once = time_ms(call, warmup=1, repeats=1, clear_l2=True, device=device)
+        once = time_ms(call, warmup=int(warmup), repeats=1, clear_l2=True, device=device)
         repeats = max(0, min(MOST_REPEATS, int(BUDGET_MS / max(once, 1e-6))) - 1)
         taken[direction] += once.times
         if repeats:

@@ -222,7 +222,7 @@ def explain(messages: tuple[str, ...]) -> tuple[str, str]:
     for message in messages:
         for pattern, reason, fix in EXPLANATIONS:
             if re.search(pattern, message):
-                detail = re.search(r"(?:Got|got) (.*?)(?: instead)?\.?$", message)
+                detail = re.search(r"[Gg]ot (.*?)(?: instead)?(?:\.(?: .*)?)?$", message)
                 reasons[reason + (f" ({detail[1]})" if detail else "")] = fix
                 break
         else:
