@@ -248,6 +248,17 @@ def test_charts_of_each_direction(tmp_path: Path) -> None:
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
 
 
+def test_charts_of_decoding_show_bytes_and_not_flops() -> None:
+    result = report.Report("x", None)
+    shape = Shape(1, 1024, 64, dtype="bfloat16", directions=("forward",))
+    result.rows.append((shape, [Outcome("a", "timed", times={"forward": Timing([1.0])})]))
+    (panel,) = charts.panels(result, "forward")
+    assert panel.series["a"][1024.0] == pytest.approx(4 * 32 * 2 * (2 * 1024 + 1) * 64 / 1e9)
+    assert charts.panels(result, "backward") == []
+    (wide,) = charts.panels(a_report(), "forward")
+    assert wide.series["flashcourse"][512.0] == pytest.approx(2.15, abs=0.01)
+
+
 def test_a_whole_run_on_the_cpu_machinery() -> None:
     result = command.measure([SMALL, PACKED], FIELD[:2], "x", 1, Console(quiet=True), "cpu")
     assert [o.status for o in result.rows[0][1]] == ["timed", "wrong"]

@@ -58,6 +58,10 @@ def test_a_panel_for_each_family_and_one_look_for_each_name() -> None:
               "a": {2.0: 5.0}})]  # fmt: skip
     figure = draw_benchmark(panels, "TFLOP/s", ceiling=9.0)
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == ["one", "two"]
+    assert figure.axes[0].get_ylim()[0] == 0
+    assert figure.axes[0].get_ylim()[1] > 9  # the ceiling is in sight
+    other = draw_benchmark([panels[1]], "TFLOP/s", names=["a", "b"])
+    assert other.axes[0].lines[0].get_color() == figure.axes[1].lines[0].get_color()
     assert figure.axes[0].lines[0].get_color() == figure.axes[1].lines[1].get_color()
     assert figure.axes[0].lines[0].get_color() != figure.axes[1].lines[0].get_color()
     with pytest.raises(ValueError, match="nothing to draw"):

@@ -13,33 +13,46 @@ MOST_PANELS = 9
 
 
 def panels(report: Report, direction: Direction) -> list[Panel]:
-    """A :class:`~flashcourse.show.backends.Panel` for each family with more than one length.
+    """A :class:`~flashcourse.show.backends.Panel` for each family: shapes that differ in length.
 
-    Shapes that stand alone (a window, a grouped call) share one panel of bars.
+    The values are TFLOP/s, or TB/s of q, k and v where every shape has one query: decoding reads.
     """
     families: dict[str, dict[str, dict[float, float]]] = {}
-    labels: dict[str, list[str]] = {}
+    reading = decoding(report)
     for shape, outcomes in report.rows:
         if direction not in shape.directions:
             continue
         series = families.setdefault(shape.family, {})
-        labels.setdefault(shape.family, []).append(str(shape))
         for o in outcomes:
             if direction in o.times:
-                points = series.setdefault(o.candidate, {})
-                points[float(shape.seq_k)] = report.speed(shape, o, direction)
+                speed = report.speed(shape, o, direction)
+                if reading:
+                    speed = shape.bytes_read / o.times[direction] / 1e9
+                series.setdefault(o.candidate, {})[float(shape.seq_k)] = speed
     return [Panel(name, series) for name, series in families.items() if series]
+
+
+def decoding(report: Report) -> bool:
+    """True if every shape has one query."""
+    return all(shape.seq_q == 1 for shape, _ in report.rows)
 
 
 def write_charts(report: Report, stem: Path) -> list[Path]:
     """PNG files beside ``stem``, named after the direction; returns those that were written."""
     written = []
-    ceiling = report.ceilings.peak_flops / 1e12 if report.ceilings else None
+    reading, top = decoding(report), report.ceilings
+    unit, what = ("TB/s", "measured copy") if reading else ("TFLOP/s", "measured matrix product")
+    ceiling = None if top is None else (top.bandwidth if reading else top.peak_flops) / 1e12
+    names = list(
+        dict.fromkeys(o.candidate for _, outcomes in report.rows for o in outcomes if o.times)
+    )
     for direction in DIRECTIONS:
         shown = panels(report, direction)
         for part, start in enumerate(range(0, len(shown), MOST_PANELS), 1):
-            some = shown[start : start + MOST_PANELS]
-            figure = draw_benchmark(some, ylabel=f"{direction}, TFLOP/s", ceiling=ceiling)
+            figure = draw_benchmark(
+                shown[start : start + MOST_PANELS],
+                ylabel=f"{direction}, {unit}", ceiling=ceiling, ceiling_label=what, names=names,
+            )  # fmt: skip
             number = f"-{part}" if len(shown) > MOST_PANELS else ""
             path = stem.with_name(f"{stem.name}-{direction}{number}.png")
             write_whole(path, png(figure))

@@ -40,13 +40,17 @@ class Panel:
     series: Mapping[str, Mapping[float, float]]
 
 
-def draw_benchmark(panels: Sequence[Panel], ylabel: str, ceiling: float | None = None) -> Figure:
+def draw_benchmark(
+    panels: Sequence[Panel], ylabel: str, ceiling: float | None = None,
+    names: Sequence[str] = (), ceiling_label: str = "measured matrix product",
+) -> Figure:  # fmt: skip
     """Speeds against the length, a panel for each family of shapes, one look for each name.
 
     Args:
         panels: at least one, at most a dozen.
         ylabel: what is drawn, with its unit.
-        ceiling: a dashed line, in the same unit.
+        ceiling, ceiling_label: a dashed line, in the same unit, and its name.
+        names: the order in which names get their look, so that several figures agree.
 
     Raises:
         ValueError: there is no panel.
@@ -56,7 +60,7 @@ def draw_benchmark(panels: Sequence[Panel], ylabel: str, ceiling: float | None =
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure, axes = new_figure(4.2 * columns, 3.0 * rows + 0.8, columns, rows, squeeze=False)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.series))
+    names = list(dict.fromkeys([*names, *(name for p in panels for name in p.series)]))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
              for i, name in enumerate(names)}  # fmt: skip
     handles: dict[str, Any] = {}
@@ -71,11 +75,9 @@ def draw_benchmark(panels: Sequence[Panel], ylabel: str, ceiling: float | None =
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{x:g}" for x in lengths], rotation=45)
         ax.minorticks_off()
-        ax.set_ylim(bottom=0)
         if ceiling is not None:
-            handles["measured matrix product"] = ax.axhline(
-                ceiling, color=GREY, linestyle="--", linewidth=1
-            )
+            handles[ceiling_label] = ax.axhline(ceiling, color=GREY, linestyle="--", linewidth=1)
+        ax.set_ylim(bottom=0)
         ax.set_title(panel.title, fontsize=9)
         ax.set_ylabel(ylabel)
     for ax in list(axes.flat)[len(panels) :]:
