@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime.errors import OutOfResources
 
 from flashcourse.attention import flash_attention, flash_attention_varlen, naive_attention
@@ -264,3 +266,16 @@ def test_extra_memory_of_the_backward_is_linear_in_the_length() -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 2.2 * peaks[0]
+
+
+def test_torch_func_and_tracing_see_the_operator() -> None:
+    q, k, v = tensors(1, 1, 9, 8)
+    ours = torch.func.grad(lambda x: flash_attention(x, k, v).sum())(q)
+    plain = torch.func.grad(lambda x: naive_attention(x, k, v).sum())(q)
+    torch.testing.assert_close(ours, plain)
+    traced = make_fx(lambda x: flash_attention(x, k, v, is_causal=True))(q)
+    assert "flashcourse.flash_forward" in traced.code
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (q, k, v)]
+        out = flash_attention(*fake)
+    assert out.shape == q.shape

@@ -129,13 +129,15 @@ def _attend(
     )  # fmt: skip
     if torch.compiler.is_compiling() or not _ordinary(q, k, v):
         return torch.ops.flashcourse.flash_forward(*arguments)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _Flash.apply(*arguments)  # torch.func: its tensors are wrapped, apply unwraps them
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Flash.apply(*arguments)
     return _Flash.forward(*arguments)
 
 
 def _ordinary(*tensors: torch.Tensor) -> bool:
-    """True if nobody is looking: no tensor subclass, no tracing, no mode that counts operations.
+    """True if nobody is looking: no tensor subclass, no tracing, no counting mode.
 
     Then the way through the dispatcher, 40 µs when a gradient is wanted, can be saved.
     """
@@ -166,10 +168,11 @@ class _Flash(torch.autograd.Function):
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)
-        options = FlashOptions(*ctx.options)
-        grads = launch_backward(
-            d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, options
-        )
+        saved = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            grads = torch.ops.flashcourse.flash_backward(d_out, d_lse, *saved, *ctx.options)
+        else:
+            grads = launch_backward(d_out, d_lse, *saved, FlashOptions(*ctx.options))
         return *grads, None, None, None, None, None, None
 
 
