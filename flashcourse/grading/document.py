@@ -131,10 +131,19 @@ def _read_report(report: Path, notebook: object) -> Document:
         if cell.metadata.get("nbgrader", {}).get("grade"):
             document.failed_checks.append(cell.id)
         else:
-            said = (wrong.get("message") or "").strip().split("\n")[-1][:300]
-            document.errors.append(f"{cell.id}: {said}" if said else str(cell.id))
+            document.errors.append(f"{cell.id}: {_said(wrong.get('message') or '')}")
     if document.errors:
         document.status = "errors"
     elif not cases:
         document = Document("not run", reason="nbval ran no cell")
     return document
+
+
+def _said(message: str) -> str:
+    """The error's own line out of nbval's coloured message."""
+    plain = re.sub(r"(\x1b|#x1B)\[[0-9;]*m", "", message)
+    lines = [line.strip() for line in plain.split("\n") if line.strip()]
+    head = next((line for line in lines if re.match(r"Cell \d+: ", line)), "")
+    if lines and (not head or "caused an exception" in head):
+        return lines[-1][:300]
+    return head.partition(": ")[2][:300]

@@ -134,8 +134,10 @@ class Workshop:
             changed_inputs=_texts(message.get("changed_inputs")),
             largest_shape=_numbers(message.get("largest_shape")),
             largest_numel=_number(message.get("largest_numel")),
+            live_numel=_number(message.get("live_numel")),
             operators=frozenset(_texts(message.get("operators"))),
             library_calls=frozenset(_texts(message.get("library_calls"))),
+            threads=message.get("threads") is True,
             launches=_launches(message.get("launches")),
             seconds=seconds,
         )

@@ -189,8 +189,8 @@ def _encode_tensor(tensor: torch.Tensor, packing: _Packing) -> dict[str, Any]:
     if packing.bytes > MAX_BYTES:
         gibibytes = packing.bytes / 2**30
         raise WireError(f"tensors of {gibibytes:.1f} GiB; {MAX_BYTES / 2**30:g} GiB are taken")
-    numbers = tensor.detach()[place].cpu().contiguous().reshape(-1).view(torch.uint8)
-    packing.blobs.append(numbers.numpy().tobytes())
+    once = tensor.detach()[place].cpu().clone(memory_format=torch.contiguous_format)
+    packing.blobs.append(once.reshape(-1).view(torch.uint8).numpy().tobytes())
     return {
         "x": len(packing.blobs) - 1,
         "dtype": _NAMES[tensor.dtype],
