@@ -1,14 +1,12 @@
-"""The graders are right: every known mistake is rejected and named, no right answer is rejected."""
+"""The questions of the labs as a whole, and the machinery that marks an answer."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import threading
 
 import pytest
-import right_answers
 import torch
-from solution_answers import solution_answers
+from right_answers import other_right_answers
 
 from flashcourse.grading import (
     CheckFailed,
@@ -19,10 +17,6 @@ from flashcourse.grading import (
 )
 from flashcourse.grading.judge import judge_number, judge_operators, judge_tensor, judge_tensors
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
-
-SEEDS_FOR_SOLUTIONS = 200
-SEEDS_FOR_OTHER_RIGHT_ANSWERS = 20
-SEEDS_FOR_MISTAKES = 2
 
 POINTS = {
     "lab1.softmax": 2,
@@ -37,19 +31,16 @@ POINTS = {
     "lab3.merge": 3,
     "lab3.tiled_forward": 5,
     "lab3.tiled_backward": 4,
+    "lab4.row_softmax": 4,
+    "lab4.flash_forward": 12,
+    "lab4.speed": 4,
+    "lab5.delta": 3,
+    "lab5.flash_backward": 13,
+    "lab5.attention": 4,
 }
 
 QUESTIONS = all_questions()
 MISTAKES = [(q, m) for q in QUESTIONS.values() for m in q.mistakes]
-
-
-def other_right_answers():
-    """Right answers written in another way, from tests/right_answers/*.py."""
-    found = []
-    for module in pkgutil.iter_modules(right_answers.__path__):
-        answers = importlib.import_module(f"right_answers.{module.name}").RIGHT_ANSWERS
-        found += [(question, answer) for question, group in answers.items() for answer in group]
-    return found
 
 
 def test_questions_and_points_are_the_course_s():
@@ -57,41 +48,8 @@ def test_questions_and_points_are_the_course_s():
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda q: q.id)
-def test_the_solution_is_never_rejected(question):
-    answer = solution_answers()[question.id]
-    for seed in range(SEEDS_FOR_SOLUTIONS):
-        verdict = mark(question, answer, seed)
-        assert verdict.passed, str(verdict)
-        assert verdict.points == verdict.max_points == question.points
-
-
-@pytest.mark.parametrize(
-    ("question_id", "answer"),
-    other_right_answers(),
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_other_right_answers_are_never_rejected(question_id, answer):
-    for seed in range(SEEDS_FOR_OTHER_RIGHT_ANSWERS):
-        verdict = mark(QUESTIONS[question_id], answer, seed)
-        assert verdict.passed, str(verdict)
-
-
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda q: q.id)
 def test_every_question_has_two_other_right_answers(question):
     assert sum(question_id == question.id for question_id, _ in other_right_answers()) >= 2
-
-
-@pytest.mark.parametrize(
-    ("question", "mistake"), MISTAKES, ids=[f"{q.id}: {m.name}" for q, m in MISTAKES]
-)
-def test_known_mistakes_are_rejected_and_named(question, mistake):
-    for seed in range(SEEDS_FOR_MISTAKES):
-        verdict = mark(question, mistake.answer, seed)
-        assert verdict.status == "failed", f"seed {seed}: accepted"
-        assert verdict.points == 0
-        named = [name for finding in verdict.findings for name, _ in finding.mistakes]
-        assert mistake.name in named, str(verdict)
-        assert set(named) == {mistake.name}, f"also named: {set(named)}\n{verdict}"
 
 
 def test_there_are_many_known_mistakes():
@@ -214,6 +172,64 @@ def test_forbidden_operators_fail():
     verdict = mark(DOUBLE, lambda x: x * 2, seed=3)
     assert verdict.checks == ("doubles every entry",)
     assert "your answer called mul" in verdict.findings[0].message
+
+
+def test_a_thread_is_out_of_sight_and_refused():
+    def answer(x):
+        result = []
+        worker = threading.Thread(target=lambda: result.append(x * 2))
+        worker.start()
+        worker.join()
+        return result[0]
+
+    verdict = mark(DOUBLE, answer, seed=3)
+    assert verdict.status == "failed"
+    assert "your answer started a thread" in verdict.findings[0].message
+
+
+def test_an_answer_not_written_yet_says_so():
+    def answer(x):
+        raise NotImplementedError
+
+    assert "not written yet" in str(mark(DOUBLE, answer, seed=3))
+
+
+def test_a_change_from_infinity_to_the_largest_number_is_a_change():
+    def cases(generator):
+        yield Case("one -inf", (torch.tensor([1.0, -torch.inf]),))
+
+    question = Question("test.same", 1, (Check("returns it", cases, lambda c, o: None),), ())
+    assert mark(question, lambda x: x, seed=0).passed
+    assert not mark(question, lambda x: x.clamp_(min=torch.finfo(x.dtype).min), seed=0).passed
+
+
+def test_a_mistake_is_not_named_where_it_contradicts_what_passed():
+    def cases(generator):
+        yield Case("the number 2", (torch.tensor([2.0]),))
+
+    checks = (*DOUBLE.checks[:1], Check("doubles 2", cases, _judge_double))
+    question = Question("test.named", 1, checks, (Mistake("tripled", "That is 3x.", _triple),))
+    assert "tripled" in str(mark(question, _triple, seed=0))
+    verdict = mark(question, lambda x: x + x if len(x) == 1 else _triple(x), seed=0)
+    assert verdict.checks == ("doubles 2",)
+    assert "tripled" not in str(verdict)
+
+
+def _triple(x):
+    return x + x + x
+
+
+def test_what_is_held_at_once_is_watched():
+    def cases(generator):
+        yield Case("x (8,)", (torch.randn(8, generator=generator),))
+
+    seen = []
+    check = Check("holds little", cases, lambda case, observation: seen.append(observation))
+    question = Question("test.held", 1, (check,), ())
+    mark(question, lambda x: [x + 1 for _ in range(10)], seed=0)
+    mark(question, lambda x: [(x + 1).sum().item() for _ in range(10)], seed=0)
+    assert seen[0].live_numel == 80
+    assert seen[1].live_numel <= 9
 
 
 def test_calling_the_library_is_not_an_answer():

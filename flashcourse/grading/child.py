@@ -209,8 +209,10 @@ class Workbench:
             "changed_inputs": list(seen.changed_inputs),
             "largest_shape": list(seen.largest_shape),
             "largest_numel": seen.largest_numel,
+            "live_numel": seen.live_numel,
             "operators": sorted(seen.operators),
             "library_calls": sorted(seen.library_calls),
+            "threads": seen.threads,
             "launches": [[launch.kernel, launch.own, launch.tensors] for launch in seen.launches],
         }
         try:

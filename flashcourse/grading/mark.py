@@ -15,6 +15,8 @@ from flashcourse.grading.observe import observe
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.verdict import Finding, Verdict
 
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+
 
 @dataclass(frozen=True)
 class _Failure:
@@ -65,7 +67,7 @@ def mark_observed(question: Question, look: Observe, seed: int) -> Verdict:
     if not failures:
         points, remark = question.points, question.remark() if question.remark else ""
         return Verdict(question.id, "passed", points, points, (), seed, checks, remark)
-    findings = _diagnose(question, failures)
+    findings = _diagnose(question, failures, checks, seed)
     return Verdict(question.id, "failed", 0, question.points, findings, seed, checks)
 
 
@@ -84,8 +86,12 @@ def _first_failure(question: Question, check: Check, look: Observe, seed: int) -
 def _misbehaviour(observation: Observation) -> str | None:
     """What is wrong whatever the check asks: borrowed work, an error, an input written to."""
     if observation.library_calls:
-        called = ", ".join(sorted(n for n in observation.library_calls if not n.startswith("_")))
+        called = ", ".join(sorted(observation.library_calls))
         return f"your answer called the course's library ({called}); the lab asks for your own"
+    if observation.threads:
+        return "your answer started a thread; compute in the function itself, where it can be seen"
+    if observation.error.startswith("NotImplementedError"):
+        return "this answer is not written yet: it raises NotImplementedError"
     if observation.error:
         return f"your answer raised {observation.error}"
     if observation.changed_inputs:
@@ -93,11 +99,13 @@ def _misbehaviour(observation: Observation) -> str | None:
     return None
 
 
-def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ...]:
+def _diagnose(
+    question: Question, failures: list[_Failure], passed: tuple[str, ...], seed: int
+) -> tuple[Finding, ...]:
     """Attach to each failure the known mistakes that fail the same check with the same result.
 
     If some mistakes explain all failures, only those are named; a name that explains one failure
-    and contradicts another would mislead.
+    and contradicts another would mislead. So would a mistake that fails where the answer passed.
     """
     # Most wrong answers are one mistake: follow those that explain the first failure, and ask the
     # others about the rest only if none of these explains everything.
@@ -105,8 +113,11 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
     for failure in failures:
         whole = _explaining(question, whole, failure)
     explained = [whole or _explaining(question, question.mistakes, f) for f in failures]
+    suspects = {m.name: m for named in explained for m in named}
+    fitting = {name for name, m in suspects.items() if _passes(question, m, passed, seed)}
     findings = []
-    for failure, named in zip(failures, explained, strict=True):
+    for failure, mistakes in zip(failures, explained, strict=True):
+        named = [m for m in mistakes if m.name in fitting]
         findings.append(
             Finding(
                 failure.check.name,
@@ -116,6 +127,19 @@ def _diagnose(question: Question, failures: list[_Failure]) -> tuple[Finding, ..
             )
         )
     return tuple(findings)
+
+
+def _passes(question: Question, mistake: Mistake, passed: tuple[str, ...], seed: int) -> bool:
+    """True if the mistake, with some of its tiles, passes the checks that the answer passed."""
+    checks = [check for check in question.checks if check.name in passed and not check.work]
+    return any(
+        all(
+            _first_failure(question, check, lambda c, case, a=answer: observe(c, a, case), seed)
+            is None
+            for check in checks
+        )
+        for answer in (mistake.answer, *mistake.variants)
+    )
 
 
 def _explaining(
@@ -158,13 +182,14 @@ def _beyond_rounding(ours: Any, theirs: Any, right: Any) -> bool:
     for a, b, c in zip(*leaves, strict=True):
         if not all(isinstance(leaf, torch.Tensor) for leaf in (a, b, c)) or b.shape != c.shape:
             continue
+        unit = 2 * torch.finfo(a.dtype).eps if a.dtype == torch.float16 else 16 * FLOAT32_EPS
         a, b, c = a.double(), b.double(), c.double()
         finite = torch.isfinite(a) & torch.isfinite(b) & torch.isfinite(c)
         if not finite.any():
             continue
         apart = (a - b)[finite].abs().max().item()
         wrong = (b - c)[finite].abs().max().item()
-        rounding = 16 * torch.finfo(torch.float32).eps * b[finite].abs().max().item()
+        rounding = unit * b[finite].abs().max().item()
         if apart > max(wrong / 4, rounding):
             return False
     return True
@@ -185,10 +210,12 @@ def _same_leaf(a: Any, b: Any) -> bool:
             return False
         if a.numel() == 0:
             return True
+        coarse = a.dtype in (torch.float16, torch.bfloat16)  # weights are rounded to it as well
         a, b = a.double(), b.double()
         finite = b[torch.isfinite(b)].abs()
         size = finite.max().item() if finite.numel() else 0.0
-        return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * size, equal_nan=True)
+        near = (1e-3 if coarse else 1e-4) * size
+        return torch.allclose(a, b, rtol=1e-3, atol=near, equal_nan=True)
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):

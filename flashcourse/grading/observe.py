@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import time
 import traceback
@@ -28,6 +29,12 @@ LIBRARY = (
     str(_PACKAGE / "measure" / "roofline.py"),
 )
 
+_THREAD_STARTERS = tuple(
+    getattr(_thread, name)
+    for name in ("start_new_thread", "start_new", "start_joinable_thread")
+    if hasattr(_thread, name)
+)
+
 CELL_FOLDER = "answer_cells"  # where the grader keeps a learner's cells, each in a file
 
 
@@ -40,9 +47,10 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     args, kwargs = _copy(case.args), _copy(case.kwargs)
     before = _copy((args, kwargs))
     library_calls: set[str] = set()
+    threads: list[str] = []
     with (
         torch.random.fork_rng(devices=[]),
-        _noting_library_calls(library_calls),
+        _noting_calls(library_calls, threads),
         noting_launches() as launches,
         AllocationWatch(args, kwargs) as watch,
     ):
@@ -60,24 +68,35 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
         changed_inputs=_changed(before, (args, kwargs)),
         largest_shape=watch.largest_shape,
         largest_numel=watch.largest_numel,
+        live_numel=watch.live_numel,
         operators=frozenset(watch.operators),
         library_calls=frozenset(library_calls),
+        threads=bool(threads),
         launches=tuple(launches),
         seconds=seconds,
     )
 
 
 @contextmanager
-def _noting_library_calls(names: set[str]) -> Iterator[None]:
-    """Note which functions of the course's own attention library are called meanwhile."""
+def _noting_calls(names: set[str], threads: list[str]) -> Iterator[None]:
+    """Note which functions of the course's own library are called meanwhile, and threads started.
 
-    def note(frame: FrameType, event: str, _argument: Any) -> None:
+    Only the function that was called is named, not what it calls in turn. In a thread of its own
+    an answer would be out of sight, and out of the sight of the operators' watch as well.
+    """
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call":
+            if argument in _THREAD_STARTERS:
+                threads.append(frame.f_code.co_name)
+            return
         if event != "call":
             return
-        code = frame.f_code
-        if code.co_filename.startswith(LIBRARY) or (
-            code.co_filename.startswith(_QUESTIONS) and _is_borrowed(frame)
-        ):
+        code, caller = frame.f_code, frame.f_back
+        if code.co_filename.startswith(LIBRARY):
+            if caller is None or not caller.f_code.co_filename.startswith(LIBRARY):
+                names.add(code.co_name)
+        elif code.co_filename.startswith(_QUESTIONS) and _is_borrowed(frame):
             names.add(code.co_name)
 
     before = sys.getprofile()
@@ -126,13 +145,19 @@ def _changed(before: Any, after: Any) -> tuple[str, ...]:
     names = []
     leaves, _ = tree_flatten_with_path(before)
     for (path, old), new in zip(leaves, tree_leaves(after), strict=True):
-        if isinstance(old, torch.Tensor) and not torch.equal(
-            torch.nan_to_num(old), torch.nan_to_num(new.detach())
-        ):
-            _, *place = path
-            where = getattr(place[0], "key", None) or f"number {getattr(place[0], 'idx', 0) + 1}"
-            names.append(f"argument {where}")
+        if isinstance(old, torch.Tensor) and not _identical(old.detach(), new.detach()):
+            _, place, *inner = path
+            name = getattr(place, "key", None) or f"number {getattr(place, 'idx', 0) + 1}"
+            items = "".join(f", item {getattr(p, 'idx', getattr(p, 'key', p))}" for p in inner)
+            names.append(f"argument {name}{items}")
     return tuple(names)
+
+
+def _identical(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Equal in every number; NaN equals NaN."""
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    return bool(((old == new) | (old.isnan() & new.isnan())).all())
 
 
 def describe_error(error: BaseException) -> str:

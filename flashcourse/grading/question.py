@@ -39,8 +39,10 @@ class Observation:
         error: ``"TypeName: message"`` if it raised; then output is None.
         changed_inputs: names or positions of tensors in the arguments that it wrote to.
         largest_shape, largest_numel: the largest tensor it allocated.
+        live_numel: the most numbers it held at once, in tensors beside its inputs.
         operators: the PyTorch operators it called, without the ``aten.`` prefix.
         library_calls: the functions of ``flashcourse.attention`` it called.
+        threads: True if it started a thread, where none of this can be seen.
         launches: the Triton kernels it launched, in order.
         seconds: how long the call took, by the clock of whoever judges. `grade` measures outside
             the answer's process, from the go until the whole output has arrived.
@@ -51,8 +53,10 @@ class Observation:
     changed_inputs: tuple[str, ...] = ()
     largest_shape: tuple[int, ...] = ()
     largest_numel: int = 0
+    live_numel: int = 0
     operators: frozenset[str] = frozenset()
     library_calls: frozenset[str] = frozenset()
+    threads: bool = False
     launches: tuple[Launch, ...] = ()
     seconds: float = 0.0
 
@@ -76,6 +80,8 @@ class Check:
         call: runs the answer on the (copied) arguments of a case.
         needs: None, or a function that says why this machine cannot run the check (and returns an
             empty string where it can). The rest is checked all the same.
+        work: True if it asks who did the work, and how, rather than what came out. A known mistake
+            written in PyTorch explains the numbers of a kernel without passing such a check.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Check:
     judge: Callable[[Case, Observation], str | None]
     call: Callable[..., Any] = call_plainly
     needs: Callable[[], str] | None = None
+    work: bool = False
 
 
 @dataclass(frozen=True)
