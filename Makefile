@@ -20,7 +20,7 @@ help: ## show this list
 	@echo '  options:      ARGS="..." is passed on; PYTHON=python3.13 names another Python'
 
 lab: ## set up, check this machine, open JupyterLab at the first lesson
-	$(SETUP)
+	$(SETUP) --extra test
 	@$(RUN) -m flashcourse doctor
 	@exec $(RUN) -m flashcourse open $(ARGS)
 

@@ -79,7 +79,7 @@ def _preprocessors() -> list:
     except ImportError as error:
         raise CourseError(
             f"labs are made with nbgrader, which cannot be imported ({error}): "
-            "run `pip install -e .[lecturer]`"
+            "run `python -m pip install -e '.[lecturer]'`"
         ) from error
     # Each logs what it raises; the error is enough.
     logging.getLogger("traitlets").setLevel(logging.CRITICAL)
