@@ -115,6 +115,16 @@ def test_a_batch_is_graded_and_taken_up_again(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.needs_triton
+def test_a_lecturer_s_own_command_shuts_answers_in(tmp_path: Path) -> None:
+    small_lab.write(tmp_path / "tray", "right", double=RIGHT_DOUBLE, add=RIGHT_ADD)
+    scripts = Path(sys.executable).parent
+    command = f"env PATH={scripts}:/usr/bin:/bin SHUT_INTO={{folder}} {{command}}"
+    report = grade(tmp_path, "--no-document", "--sandbox", command)
+    assert by_name(report)["right"]["points"] == 4, report
+    assert command in report["sandbox"]
+
+
 def start(tmp_path: Path) -> subprocess.Popen:
     """Start grading one quick and one slow submission; return when the quick one has its marks."""
     small_lab.write(tmp_path / "tray", "a_quick", double=RIGHT_DOUBLE)

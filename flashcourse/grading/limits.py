@@ -140,12 +140,10 @@ def command_line(
     sandbox: Sandbox, limits: Limits, folder: Path, program: list[str], *, gpu: bool
 ) -> list[str]:
     """The words that start a program in the sandbox with its folder as the only one to write to."""
-    if sandbox.kind == "command":
-        joined = shlex.join(program)
+    if sandbox.kind == "command":  # in a container Python lies somewhere else
         words = shlex.split(sandbox.command.replace("{folder}", shlex.quote(str(folder))))
-        return [w for word in words for w in (program if word == "{command}" else [word])] or [
-            joined
-        ]
+        inside = ["python", *program[1:]]
+        return [part for word in words for part in (inside if word == "{command}" else [word])]
     readable = _readable()
     settings = {
         "limits": _resource_limits(limits, gpu=gpu),
