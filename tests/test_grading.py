@@ -37,6 +37,9 @@ POINTS = {
     "lab5.delta": 3,
     "lab5.flash_backward": 13,
     "lab5.attention": 4,
+    "lab6.pack": 3,
+    "lab6.packed_mask": 2,
+    "lab6.flash_varlen": 5,
 }
 
 QUESTIONS = all_questions()
@@ -121,7 +124,7 @@ DOUBLE = Question(
     (
         Mistake("squared", "x² is 2x only at 0 and 2.", lambda x: x.square()),
         Mistake("tripled", "That is 3x.", lambda x: x + x + x),
-        Mistake("tripled again", "That is 3x too.", lambda x: x - (-2) * x),
+        Mistake("tripled again", "That is 3x too.", lambda x: x.add(x).add(x)),
     ),
 )
 
