@@ -55,7 +55,8 @@ def run_document(
 ) -> Document:
     """Run a lab with a learner's answers in it, shut in like the answers themselves."""
     if importlib.util.find_spec("nbval") is None:
-        return Document("not run", reason="nbval is not installed: pip install -e .[lecturer]")
+        fix = "python -m pip install -e '.[lecturer]'"
+        return Document("not run", reason=f"nbval is not installed: {fix}")
     folder = folder.resolve()
     place = folder / "document"
     place.mkdir(parents=True)
