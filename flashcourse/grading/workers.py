@@ -8,6 +8,7 @@ import os
 import queue
 import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -183,6 +184,9 @@ def work_through(line: Any, settings: Settings, work: Path, parent: int) -> None
     signal.signal(signal.SIGTERM, _stop_now)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    temporary = work / "tmp"  # removed with the work, however this process ends
+    temporary.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     try:
         while True:
             job, done = line.recv()
