@@ -267,6 +267,10 @@ def test_padded_and_packed_training_have_the_same_losses(documents):
     assert packed.losses[-1] < packed.losses[0] - 0.05
     assert packed.tokens_per_second() > 0
     assert packed.peak_bytes is None or packed.peak_bytes > 0
+    model = small_llama(SMALL, attention="sdpa")
+    batches = draw_batches(documents, 4, 6)
+    part = train(model, batches, PADDED_SDPA, steps=6, learning_rate=3e-3, stop_after=3)
+    assert part.losses == padded.losses[:3]
 
 
 @pytest.mark.needs_triton

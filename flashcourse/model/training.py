@@ -95,6 +95,7 @@ def train(
     learning_rate: float,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    stop_after: int | None = None,
     report: Callable[[int, float], None] | None = None,
 ) -> TrainingRun:
     """Train with AdamW, warm-up and a cosine, on one batch of documents a step.
@@ -108,6 +109,7 @@ def train(
         layout: how they become a batch. The model must have its ``attention``.
         steps: how many of the batches are used.
         dtype: the dtype of matrix products and attention (autocast); None or float32: none.
+        stop_after: end after so many steps of a schedule made for ``steps``; None: all.
         report: called with the step and its loss. Reading a loss waits for the GPU.
 
     Raises:
@@ -135,7 +137,7 @@ def train(
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.synchronize(device)
     stream = iter(batches)
-    for step in range(steps):
+    for step in range(steps if stop_after is None else min(stop_after, steps)):
         documents = next(stream, None)
         if documents is None:
             raise ValueError(f"batches ended after {step} steps; {steps} were asked for")
