@@ -32,7 +32,7 @@ def allowed_error(
 
 
 def explain_difference(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float
+    name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float | torch.Tensor
 ) -> str | None:
     """Say where and by how much ``actual`` differs from ``expected``; None if it is close enough.
 
@@ -40,7 +40,8 @@ def explain_difference(
 
     Args:
         name: what the tensor is, for the message.
-        allowed: the largest absolute error that passes.
+        allowed: the largest absolute error that passes; a tensor, of a shape that broadcasts to
+            the expected one, allows each entry its own.
     """
     if tuple(actual.shape) != tuple(expected.shape):
         return f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -58,12 +59,14 @@ def explain_difference(
             "NaN or infinite on one side only"
         )
     error = torch.where(special, 0.0, (came - wanted).abs())
-    worst = error.max().item()
-    if worst <= allowed:
+    limit = torch.as_tensor(allowed, dtype=torch.float64).broadcast_to(error.shape)
+    outside = error > limit
+    if not outside.any():
         return None
-    index = tuple(torch.nonzero(error == worst)[0].tolist())
+    worst = error[outside].max()
+    index = tuple(torch.nonzero(outside & (error == worst))[0].tolist())
     return (
         f"{name}{list(index)} is {came[index].item():.6g}, expected {wanted[index].item():.6g}: "
-        f"an error of {worst:.2g} where {allowed:.2g} is allowed; "
-        f"{int((error > allowed).sum())} of {came.numel()} entries are outside"
+        f"an error of {worst.item():.2g} where {limit[index].item():.2g} is allowed; "
+        f"{int(outside.sum())} of {came.numel()} entries are outside"
     )

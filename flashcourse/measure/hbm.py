@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from flashcourse.measure.memory import readable_bytes
-from flashcourse.measure.onchip import OnChip, describe
+from flashcourse.measure.onchip import OnChip, TilesStay, describe
 
 IndexPart = int | slice | EllipsisType
 Index = IndexPart | tuple[IndexPart, ...]
@@ -139,6 +139,7 @@ class HBM:
         self.sram_peak = 0
         self._memory: dict[Array, torch.Tensor] = {}
         self._chip: OnChip | None = None
+        self._tiles = TilesStay()
         self._sections: dict[str, Traffic] = {}
         self._section = "outside any section"
 
@@ -204,6 +205,7 @@ class HBM:
             tile = source.clone(memory_format=torch.contiguous_format)
         if self._chip is not None:
             self._chip.hold(tile)
+            self._tiles.loaded += tile.numel()
         self._traffic().bytes_read += nbytes
         return tile
 
@@ -240,10 +242,13 @@ class HBM:
 
         While it runs, every tensor that is alive counts as held on the chip (``sram_peak``). A
         kernel takes handles and plain values, and returns handles, or nothing: tensors pass
-        between kernels through the memory alone.
+        between kernels through the memory alone. The ``hbm`` that it is given has the methods of
+        this one, and no way to what lies behind them.
 
         Raises:
             SramExceeded: it held more than ``sram_bytes``.
+            NotOnChip: it computed with a tensor that it had not loaded, or turned a tile into a
+                list or an array.
             TypeError: a tensor is passed to it or returned by it.
         """
         if self._chip is not None:
@@ -255,10 +260,10 @@ class HBM:
                     "memory first and pass the handle: hbm.put(tensor)"
                 )
         chip = OnChip(self.sram_bytes)
-        self._chip = chip
+        self._chip, self._tiles = chip, TilesStay()
         try:
-            with torch.no_grad(), chip:
-                result = kernel(self, *args, **kwargs)
+            with torch.no_grad(), chip, self._tiles:
+                result = kernel(_for_kernels(self), *args, **kwargs)
         finally:
             self._chip = None
             self.sram_peak = max(self.sram_peak, chip.peak)
@@ -342,6 +347,23 @@ class HBM:
         else:
             with self._chip.pause():
                 yield
+
+
+def _for_kernels(hbm: HBM) -> Any:
+    """The memory as a kernel sees it: what is public, read only."""
+
+    class KernelMemory:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"a kernel's hbm has no attribute {name!r}")
+            return getattr(hbm, name)
+
+        def __setattr__(self, name: str, _value: object) -> NoReturn:
+            raise AttributeError(f"a kernel cannot set hbm.{name}")
+
+    return KernelMemory()
 
 
 def _resolve(array: Array, index: Index) -> tuple[int | slice, ...]:

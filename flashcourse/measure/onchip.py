@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashcourse.measure.memory import readable_bytes
@@ -28,6 +31,61 @@ class SramExceeded(MemoryError):
 
 class NotOnChip(RuntimeError):
     """A kernel computed with a tensor that it had not loaded."""
+
+
+# Ways out of a tensor that no operator sees: a list, an array or a pointer is on no meter.
+_WAYS_OUT = (
+    "tolist",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "storage",
+    "untyped_storage",
+    "data_ptr",
+    "share_memory_",
+)
+_METERS = str(Path(__file__).parent)
+_ONE_NUMBER = ("item", "__float__", "__int__", "__index__", "__bool__")
+
+
+class TilesStay(TorchFunctionMode):
+    """While active, a tile of more than one number cannot be turned into anything but tensors.
+
+    A single number may be read, for a decision or a row's maximum, say: up to one for every two
+    numbers that were loaded.
+
+    Attributes:
+        loaded: numbers loaded so far; whoever loads counts them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = 0
+        self._read = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        # The meters ask for storages themselves, to tell tensors apart.
+        if (
+            name in _WAYS_OUT
+            and args[0].numel() > 1
+            and not sys._getframe(1).f_code.co_filename.startswith(_METERS)
+        ):
+            what = describe(tuple(args[0].shape), args[0].dtype)
+            raise NotOnChip(
+                f"{name}() takes a {what} tile off the chip, past the meter. A kernel computes "
+                "with tensors, and gives back what it has made through hbm.store"
+            )
+        if name in _ONE_NUMBER:
+            self._read += 1
+            if self._read > max(64, self.loaded // 2):
+                raise NotOnChip(
+                    f"the kernel read {self._read} single numbers out of its tiles ({name}); a "
+                    "kernel computes with whole tiles"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,12 @@ import torch
 
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import integer, normal, strided
-from flashcourse.grading.judge import judge_operators, judge_tensor, score_tolerance
+from flashcourse.grading.judge import (
+    FLOAT32_EPS,
+    judge_operators,
+    judge_tensor,
+    score_tolerance,
+)
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions.lab1_softmax import FORBIDDEN
 
@@ -35,11 +40,23 @@ def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
 
 def _judge(case: Case, observation: Observation) -> str | None:
     q, k, v = case.args
-    allowed = score_tolerance(largest_score(q, k), v.abs().max().item())
+    allowed = torch.tensor(score_tolerance(largest_score(q, k), v.abs().max().item()))
     if q.dtype != torch.float32:  # the output, and at most P besides, are rounded to it
         allowed += 2 * torch.finfo(q.dtype).eps * v.abs().max().item()
     expected = reference(q, k, v, **case.kwargs)
-    return judge_tensor("out", observation.output, expected, allowed, q.dtype)
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    if case.kwargs.get("is_causal"):  # a query that sees no key gives 0, and no rounding to it
+        empty = torch.arange(seq_q)[:, None] < seq_q - seq_k
+        allowed = torch.where(empty, 0.0, allowed)
+    message = judge_tensor("out", observation.output, expected, allowed, q.dtype)
+    return message or judge_operators(observation, FORBIDDEN)
+
+
+def _judge_one_key(case: Case, observation: Observation) -> str | None:
+    """The weight of a single key is 1: its score cancels, and nothing else may change it."""
+    q, k, v = case.args
+    allowed = 4 * FLOAT32_EPS * (1 + largest_score(q, k)) * v.abs().max().item()
+    return judge_tensor("out", observation.output, reference(q, k, v), allowed, q.dtype)
 
 
 def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
@@ -89,8 +106,9 @@ def _inputs(
     heads_kv: int = 2,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    batch: int = 2,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], str]:
-    batch, head_dim = 2, integer(generator, 5, 17)
+    head_dim = integer(generator, 5, 17)
     q = normal(generator, batch, heads_q, seq_q, head_dim, scale=scale, dtype=dtype)
     k = normal(generator, batch, heads_kv, seq_k, head_dim, dtype=dtype)
     v = normal(generator, batch, heads_kv, seq_k, head_dim, dtype=dtype)
@@ -146,6 +164,39 @@ def _very_negative(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{shapes}, is_causal=True, scores near −20,000", (q, k, v), {"is_causal": True})
 
 
+def _extremes(generator: torch.Generator) -> Iterator[Case]:
+    """Scores of ±20,000 in one row: the lowest first, the highest first, and two high ones."""
+    n = integer(generator, 7, 12)
+    for high in ((1, n - 2), (0, 3)):
+        (q, k, v), shapes = _inputs(generator, n, n)
+        level = (20_000 * q.shape[-1] ** 0.5) ** 0.5
+        q[..., 0], k[..., 0] = level, -level
+        k[:, :, high[0], 0] = level
+        k[:, :, high[1], 0] = level * (1 - 2e-4)  # 4 below the highest score
+        yield Case(f"{shapes}, scores of 20,000 and −20,000 in every row", (q, k, v))
+
+
+def _one_key(generator: torch.Generator) -> Iterator[Case]:
+    tensors, shapes = _inputs(generator, integer(generator, 5, 9), 1, scale=0.1)
+    yield Case(shapes, tensors)
+
+
+def _together(generator: torch.Generator) -> Iterator[Case]:
+    """One, two and three sequences, shared heads, the mask and float16, in combinations."""
+    n, half = integer(generator, 6, 11), torch.float16
+    for batch, heads, seq_q, seq_k, is_causal, dtype in (
+        (1, (4, 2), n, n, True, half),
+        (3, (2, 2), n, n + 3, True, torch.float32),
+        (1, (6, 2), n, n, False, torch.float32),
+        (3, (6, 3), n + 2, n, False, half),
+        (1, (4, 1), n + 3, n, True, torch.float32),
+        (3, (4, 2), n + 3, n, True, half),
+    ):
+        tensors, shapes = _inputs(generator, seq_q, seq_k, *heads, dtype=dtype, batch=batch)
+        name = str(dtype).removeprefix("torch.")
+        yield Case(f"{shapes}, is_causal={is_causal}, {name}", tensors, {"is_causal": is_causal})
+
+
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
     tensors, shapes = _inputs(generator, integer(generator, 5, 9), integer(generator, 10, 14))
     q, k, v = (strided(t, (0, 2, 1, 3)) for t in tensors)
@@ -166,6 +217,9 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
         if level:  # float16 has steps of 0.25 there
             q[..., 0] = k[..., 0] = (level * q.shape[-1] ** 0.5) ** 0.5
         yield Case(f"{shapes}, float16, scores near {level}", (q, k, v))
+    # 4,096 keys alike: above 2,048 float16 has steps of 2, so a sum of ones gets stuck there.
+    q, k, v = (normal(generator, 1, 1, n, 4, dtype=torch.float16) for n in (1, 4096, 4096))
+    yield Case("q (1, 1, 1, 4), k and v (1, 1, 4096, 4), float16", (q * 0, k, v.abs()))
 
 
 def _gradients(generator: torch.Generator) -> Iterator[Case]:
@@ -370,10 +424,13 @@ QUESTION = Question(
         Check("causal with more keys than queries", _causal_longer_keys, _judge),
         Check("a query that sees no key gives zeros", _causal_longer_queries, _judge_empty_rows),
         Check("hidden keys stay hidden below any score", _very_negative, _judge),
+        Check("scores as large as ±20,000", _extremes, _judge),
+        Check("a single key gets the weight 1", _one_key, _judge_one_key),
+        Check("any batch, with shared heads, the mask and float16 together", _together, _judge),
         Check("any strides", _layouts, _judge),
         Check("float16 inputs, scores and sums in float32", _half, _judge),
         Check("gradients reach q, k and v", _gradients, _judge_gradients, _call_gradients),
-        Check("the attention is your own", _plain_and_causal, _judge_own_work),
+        Check("the attention is your own", _plain_and_causal, _judge_own_work, work=True),
     ),
     mistakes=MISTAKES,
 )

@@ -73,6 +73,13 @@ def _extremes(generator: torch.Generator) -> Iterator[Case]:
     yield _case([n, integer(generator, 1, n - 1)], n, n, torch.int32)
 
 
+def _large(generator: torch.Generator) -> Iterator[Case]:
+    """More keys than int8 can count, and more sequences than a hand has fingers."""
+    seq_k = integer(generator, 260, 300)
+    lengths = [integer(generator, 0, seq_k) for _ in range(integer(generator, 6, 9))]
+    yield _case([*lengths, seq_k], 3, seq_k)
+
+
 def padding_mask(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
     """The right answer, which each mistake below changes in one place."""
     key = torch.arange(seq_k)
@@ -141,6 +148,7 @@ QUESTION = Question(
         Check("every query sees the first lengths[b] keys, and no other", _squares, _judge),
         Check("seq_q and seq_k may differ", _rectangles, _judge),
         Check("lengths 0 and seq_k, and int32 lengths", _extremes, _judge),
+        Check("many sequences and many keys", _large, _judge),
     ),
     mistakes=(
         Mistake(

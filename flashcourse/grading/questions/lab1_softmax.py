@@ -9,14 +9,15 @@ import torch
 
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import (
+    FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
     judge_operators,
     judge_tensor,
-    score_tolerance,
+    row_tolerance,
 )
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 
-FORBIDDEN = (*FORBIDDEN_ATTENTION, "_safe_softmax", "logsumexp")
+FORBIDDEN = (*FORBIDDEN_ATTENTION, "logsumexp")
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
@@ -29,10 +30,12 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def _judge(case: Case, observation: Observation) -> str | None:
-    x = case.args[0]
-    finite = x[torch.isfinite(x)].abs()
-    allowed = score_tolerance(finite.max().item() if finite.numel() else 0.0, 1.0)
-    return judge_tensor("p", observation.output, reference(x), allowed, x.dtype)
+    x, p = case.args[0], reference(case.args[0])
+    allowed = row_tolerance(x) * p + FLOAT32_EPS
+    allowed = torch.where(x == -math.inf, 0.0, allowed)  # nothing is left of exp(−inf)
+    allowed = torch.where(p == 1, row_tolerance(x), allowed)
+    message = judge_tensor("p", observation.output, p, allowed, x.dtype)
+    return message or judge_operators(observation, FORBIDDEN)
 
 
 def _scales(generator: torch.Generator) -> Iterator[Case]:
@@ -51,6 +54,20 @@ def _levels(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"x of shape (4, {columns}), rows around 0, 300, −300 and 50", (x,))
 
 
+def _extremes(generator: torch.Generator) -> Iterator[Case]:
+    """±1,000 in one row: only the row's own maximum is a safe pivot, in float64 as well."""
+    columns = integer(generator, 7, 13)
+    x = torch.full((6, columns), -1000.0)
+    x[1:3] = 1000.0
+    one = integer(generator, 2, columns - 2)
+    x[0, one], x[1, 0], x[2, -1] = 1000.0, -1000.0, -1000.0
+    x[3, -1], x[4, 0] = 1000.0, 999.0
+    x[4, 1] = 1000.0
+    x[:5] += normal(generator, 5, columns, scale=0.3).abs() * -x[:5].sign()
+    x[5] += normal(generator, columns).abs()
+    yield Case(f"x of shape (6, {columns}), entries near 1,000 and −1,000", (x,))
+
+
 def _shapes(generator: torch.Generator) -> Iterator[Case]:
     n = integer(generator, 5, 9)
     for shape in ((n,), (2, 3, n), (2, 2, 3, n), (3, 1)):
@@ -63,6 +80,14 @@ def _missing(generator: torch.Generator) -> Iterator[Case]:
     x[:, 1] = -math.inf
     x[1, 3:] = -math.inf
     yield Case(f"x of shape (3, {columns}), some entries −inf", (x,))
+
+
+def _single(generator: torch.Generator) -> Iterator[Case]:
+    columns = integer(generator, 6, 11)
+    x = torch.full((3, columns), -math.inf)
+    for row in range(3):
+        x[row, integer(generator, 0, columns - 1)] = float(normal(generator, 1, scale=0.3))
+    yield Case(f"x of shape (3, {columns}), one entry a row is not −inf", (x,))
 
 
 def _empty_rows(generator: torch.Generator) -> Iterator[Case]:
@@ -151,11 +176,13 @@ QUESTION = Question(
     checks=(
         Check("rows are exp(x) over their sum, for scores × 1, × 5 and × 40", _scales, _judge),
         Check("every row has its own maximum", _levels, _judge),
+        Check("entries as large as ±1,000", _extremes, _judge),
         Check("any number of dimensions, over the last one", _shapes, _judge),
         Check("an entry of −inf gets probability 0", _missing, _judge),
+        Check("a single entry gets probability 1", _single, _judge),
         Check("a row of −inf alone gives zeros", _empty_rows, _judge),
         Check("any strides", _layouts, _judge),
-        Check("the softmax is your own", _layouts, _judge_own_work),
+        Check("the softmax is your own", _layouts, _judge_own_work, work=True),
     ),
     mistakes=(
         Mistake(

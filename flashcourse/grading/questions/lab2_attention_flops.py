@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.judge import judge_number
+from flashcourse.grading.judge import call_for_number, judge_number
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions.lab2_naive_bytes import describe
 
@@ -31,9 +31,10 @@ def reference(
 def _cases(
     generator: torch.Generator, is_causal: bool, lengths: Iterator[tuple[int, int]]
 ) -> Iterator[Case]:
-    for seq_q, seq_k in lengths:
-        batch, heads = 1 + 2 * integer(generator, 1, 2), integer(generator, 6, 12)
-        values = (batch, heads, seq_q, seq_k, 8 * integer(generator, 2, 12), is_causal)
+    for index, (seq_q, seq_k) in enumerate(lengths):  # the second time a batch of 1
+        batch = 1 if index == 1 else 1 + 2 * integer(generator, 1, 2)
+        heads, head_dim = 2 * integer(generator, 3, 5) + 1, 2 * integer(generator, 8, 48) + 1
+        values = (batch, heads, seq_q, seq_k, head_dim, is_causal)
         yield Case(describe(ARGUMENTS, values), values)
 
 
@@ -81,10 +82,10 @@ QUESTION = Question(
     id="lab2.attention_flops",
     points=2,
     checks=(
-        Check("without a mask", _full, _judge),
-        Check("causal, as many queries as keys", _causal_equal, _judge),
-        Check("causal, more keys than queries", _causal_more_keys, _judge),
-        Check("causal, fewer keys than queries", _causal_fewer_keys, _judge),
+        Check("without a mask", _full, _judge, call_for_number),
+        Check("causal, as many queries as keys", _causal_equal, _judge, call_for_number),
+        Check("causal, more keys than queries", _causal_more_keys, _judge, call_for_number),
+        Check("causal, fewer keys than queries", _causal_fewer_keys, _judge, call_for_number),
     ),
     mistakes=(
         Mistake(

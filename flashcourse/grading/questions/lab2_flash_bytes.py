@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.judge import judge_number
+from flashcourse.grading.judge import call_for_number, judge_number
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions.lab2_naive_bytes import ARGUMENTS, describe, shapes
 
@@ -29,15 +29,23 @@ def _even(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _ragged(generator: torch.Generator) -> Iterator[Case]:
-    for batch, heads, _, seq_k, head_dim, itemsize in shapes(generator):
+    """A remainder below half of a block and one above, in turn."""
+    for index, (batch, heads, _, seq_k, head_dim, itemsize) in enumerate(shapes(generator)):
         block_q = integer(generator, 20, 60)
-        seq_q = block_q * integer(generator, 3, 9) + integer(generator, 1, block_q - 1)
+        half = block_q // 2
+        least, most = ((1, half - 1), (half + 1, block_q - 1))[index % 2]
+        seq_q = block_q * integer(generator, 3, 9) + integer(generator, least, most)
         yield _case(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q)
 
 
 def _short(generator: torch.Generator) -> Iterator[Case]:
     for batch, heads, _, seq_k, head_dim, itemsize in list(shapes(generator))[:2]:
         yield _case(batch, heads, integer(generator, 3, 19), seq_k, head_dim, itemsize, 64)
+
+
+def _single_rows(generator: torch.Generator) -> Iterator[Case]:
+    batch, heads, seq_q, seq_k, head_dim, itemsize = next(shapes(generator))
+    yield _case(batch, heads, seq_q, seq_k, head_dim, itemsize, 1)
 
 
 def _case(*values: int) -> Case:
@@ -75,9 +83,10 @@ QUESTION = Question(
     id="lab2.flash_bytes",
     points=3,
     checks=(
-        Check("block_q divides seq_q", _even, _judge),
-        Check("a last block that is not full", _ragged, _judge),
-        Check("fewer queries than a block has", _short, _judge),
+        Check("block_q divides seq_q", _even, _judge, call_for_number),
+        Check("a last block that is not full", _ragged, _judge, call_for_number),
+        Check("fewer queries than a block has", _short, _judge, call_for_number),
+        Check("blocks of one query", _single_rows, _judge, call_for_number),
     ),
     mistakes=(
         Mistake(

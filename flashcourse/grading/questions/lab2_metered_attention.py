@@ -10,7 +10,7 @@ import torch
 
 from flashcourse.attention.naive import naive_attention
 from flashcourse.grading.draw import integer, normal
-from flashcourse.grading.judge import judge_tensor, score_tolerance
+from flashcourse.grading.judge import FLOAT32_EPS, judge_tensor, score_tolerance
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions.lab2_flash_bytes import reference as flash_bytes
 from flashcourse.measure.hbm import HBM, Array
@@ -29,10 +29,23 @@ def chip_bytes(block_q: int, block_k: int, head_dim: int) -> int:
     return FLOAT32_BYTES * (tiles + 32 * (block_q + block_k))
 
 
+class _Noting(HBM):
+    """A memory that notes the largest tile loaded from each array, by name: its numbers."""
+
+    def __init__(self, sram_bytes: int | None) -> None:
+        super().__init__(sram_bytes)
+        self.largest: dict[str, int] = {}
+
+    def load(self, array: Array, index: Any = ...) -> torch.Tensor:
+        tile = super().load(array, index)
+        self.largest[array.name] = max(self.largest.get(array.name, 0), tile.numel())
+        return tile
+
+
 def _launch(
     answer: Answer, q: Any, k: Any, v: Any, block_q: int, block_k: int, *, limited: bool = False
-) -> tuple[HBM, Any]:
-    hbm = HBM(chip_bytes(block_q, block_k, q.shape[-1]) if limited else None)
+) -> tuple[_Noting, Any]:
+    hbm = _Noting(chip_bytes(block_q, block_k, q.shape[-1]) if limited else None)
     inputs = [hbm.put(tensor, name) for tensor, name in ((q, "q"), (k, "k"), (v, "v"))]
     out = hbm.launch(answer, *inputs, block_q, block_k)
     if type(out) is not Array:
@@ -51,9 +64,10 @@ def _values(answer: Answer, *arguments: Any) -> torch.Tensor:
     return hbm.read(out)
 
 
-def _bytes(answer: Answer, *arguments: Any) -> dict[str, int]:
+def _bytes(answer: Answer, *arguments: Any) -> dict[str, Any]:
     hbm, _ = _launch(answer, *arguments)
-    return {"read": hbm.bytes_read, "written": hbm.bytes_written}
+    tiles = {name: hbm.largest.get(name, 0) for name in ("q", "k", "v")}
+    return {"read": hbm.bytes_read, "written": hbm.bytes_written, "largest tiles": tiles}
 
 
 def _room(answer: Answer, *arguments: Any) -> str:
@@ -71,32 +85,40 @@ def _judge_values(case: Case, observation: Observation) -> str | None:
     assert isinstance(expected, torch.Tensor)
     largest_score = (q.double() @ k.double().transpose(-2, -1)).abs().max().item()
     allowed = score_tolerance(largest_score / math.sqrt(q.shape[-1]), v.abs().max().item())
+    if k.shape[2] == 1:  # the weight of a single key is 1: its score cancels
+        allowed = 4 * FLOAT32_EPS * (1 + largest_score) * v.abs().max().item()
     return judge_tensor("out", observation.output, expected, allowed, q.dtype)
 
 
 def _judge_bytes(case: Case, observation: Observation) -> str | None:
-    q, k, v, block_q, _ = case.args
+    q, k, _, block_q, block_k = case.args
     moved = observation.output
     written = q.numel() * FLOAT32_BYTES
     batch, heads, seq_q, head_dim = q.shape
     budget = flash_bytes(batch, heads, seq_q, k.shape[2], head_dim, FLOAT32_BYTES, block_q)
     most = budget - written
-    least = (q.numel() + k.numel() + v.numel()) * FLOAT32_BYTES
     if moved["read"] > most:
         return (
             f"the kernel read {moved['read']:,} bytes; the budget is {most:,}: q once, and k and v "
             "once for every block of queries"
         )
-    if moved["read"] < least:
+    if moved["read"] != most:
         return (
-            f"the kernel read {moved['read']:,} bytes, fewer than the {least:,} that q, k and v "
-            "have: it did not load them all through hbm.load"
+            f"the kernel read {moved['read']:,} bytes, fewer than the {most:,} of the budget: with "
+            f"blocks of {block_q} queries every block reads all of k and v through hbm.load"
         )
     if moved["written"] != written:
         return (
             f"the kernel wrote {moved['written']:,} bytes; out has {written:,}, and each of them "
             "is to be written once, through hbm.store"
         )
+    for name, largest in moved["largest tiles"].items():
+        rows = block_q if name == "q" else block_k
+        if largest != rows * head_dim:
+            return (
+                f"the largest tile of {name} that the kernel loaded has {largest:,} numbers; a "
+                f"block of {rows} rows of {head_dim} has {rows * head_dim:,}"
+            )
     return None
 
 
@@ -117,18 +139,19 @@ def _case(
     lengths: tuple[int, int],
     blocks: tuple[int, int],
     scale: float = 1,
+    note: str = "",
 ) -> Case:
     (batch, per_sequence), (seq_q, seq_k), head_dim = heads, lengths, 8
     q, k, v = (normal(generator, batch, per_sequence, n, head_dim) for n in (seq_q, seq_k, seq_k))
     return Case(
         f"batch={batch}, heads={per_sequence}, seq_q={seq_q}, seq_k={seq_k}, head_dim={head_dim}, "
-        f"block_q={blocks[0]}, block_k={blocks[1]}, scores × {scale}",
+        f"block_q={blocks[0]}, block_k={blocks[1]}{note or f', scores × {scale}'}",
         (scale * q, k, v, *blocks),
     )
 
 
 def _even(generator: torch.Generator) -> Iterator[Case]:
-    for heads, scale in (((2, 3), 1), ((1, 1), 5), ((1, 2), 40)):
+    for heads, scale in (((2, 2), 1), ((1, 1), 5), ((1, 2), 40)):
         blocks = integer(generator, 3, 6), integer(generator, 4, 8)
         yield _case(generator, heads, (2 * blocks[0], 3 * blocks[1]), blocks, scale)
 
@@ -144,12 +167,26 @@ def _ragged(generator: torch.Generator) -> Iterator[Case]:
 def _small(generator: torch.Generator) -> Iterator[Case]:
     lengths = integer(generator, 1, 4), integer(generator, 2, 6)
     yield _case(generator, (2, 1), lengths, (8, 16), 2)
+    yield _case(generator, (1, 1), (3, 1), (2, 2), 0.1)
+
+
+def _extremes(generator: torch.Generator) -> Iterator[Case]:
+    """Scores of ±1,000 in every row, the lowest in the first block of keys and in the last."""
+    block_q, block_k = integer(generator, 3, 5), integer(generator, 4, 6)
+    for first in (-1, 1):
+        lengths = block_q + 1, 3 * block_k
+        case = _case(generator, (1, 1), lengths, (block_q, block_k), note=", scores near ±1,000")
+        q, k, *_ = case.args
+        level = (1000 * q.shape[-1] ** 0.5) ** 0.5
+        q[..., 0], k[..., 0] = level, -first * level
+        k[:, :, :block_k, 0] = first * level
+        yield case
 
 
 def _budget(generator: torch.Generator) -> Iterator[Case]:
     block_q, block_k = integer(generator, 4, 7), integer(generator, 5, 9)
     seq_q = 2 * block_q + integer(generator, 1, block_q - 1)
-    yield _case(generator, (2, 2), (seq_q, 3 * block_k + 1), (block_q, block_k))
+    yield _case(generator, (1, 2), (seq_q, 3 * block_k + 1), (block_q, block_k))
 
 
 def _long(generator: torch.Generator) -> Iterator[Case]:
@@ -259,7 +296,8 @@ QUESTION = Question(
         Check("agrees with float64, for scores × 1, × 5 and × 40", _even, _judge_values, _values),
         Check("last blocks that are not full", _ragged, _judge_values, _values),
         Check("blocks larger than the sequences", _small, _judge_values, _values),
-        Check("moves the bytes of the budget and no more", _budget, _judge_bytes, _bytes),
+        Check("scores as large as ±1,000", _extremes, _judge_values, _values),
+        Check("moves the bytes of the budget, block by block", _budget, _judge_bytes, _bytes),
         Check(
             "many keys and many heads fit on the chip, block by block", _long, _judge_room, _room
         ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.judge import judge_number
+from flashcourse.grading.judge import call_for_number, judge_number
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 
 ARGUMENTS = ("batch", "heads", "seq_q", "seq_k", "head_dim", "itemsize")
@@ -29,12 +29,17 @@ def describe(names: tuple[str, ...], values: tuple[object, ...]) -> str:
 
 
 def shapes(generator: torch.Generator) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Equal lengths, more keys than queries, fewer, and one query; no two sizes alike."""
+    """Equal lengths, more keys than queries, fewer, and one query; no two sizes alike.
+
+    Every draw has numbers of 2 and of 4 bytes, a batch of 1, and results that float32 cannot hold.
+    """
     n, more = integer(generator, 65, 512), integer(generator, 100, 900)
-    for seq_q, seq_k in ((n, n), (n, n + more), (n + more, n), (1, n + 1)):
-        batch, heads = 1 + 2 * integer(generator, 1, 2), integer(generator, 6, 12)
-        head_dim = 8 * integer(generator, 2, 7)
-        itemsize = 2 * integer(generator, 1, 2)
+    sizes = (2, 4, 1, 8) if integer(generator, 0, 1) else (4, 2, 8, 1)
+    for (seq_q, seq_k), itemsize in zip(
+        ((n, n), (n, n + more), (n + more, n), (1, n + 1)), sizes, strict=True
+    ):
+        batch = 1 if itemsize == 8 else 1 + 2 * integer(generator, 1, 2)
+        heads, head_dim = 2 * integer(generator, 3, 5) + 1, 2 * integer(generator, 8, 27) + 1
         yield batch, heads, seq_q, seq_k, head_dim, itemsize
 
 
@@ -78,8 +83,8 @@ QUESTION = Question(
     id="lab2.naive_bytes",
     points=3,
     checks=(
-        Check("as many queries as keys", _equal, _judge),
-        Check("unequal lengths", _unequal, _judge),
+        Check("as many queries as keys", _equal, _judge, call_for_number),
+        Check("unequal lengths", _unequal, _judge, call_for_number),
     ),
     mistakes=(
         Mistake(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.judge import judge_number
+from flashcourse.grading.judge import judge_number, plain_number
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions.lab2_naive_bytes import describe
 
@@ -21,7 +21,8 @@ def reference(flops: float, bytes_moved: float, peak_flops: float, bandwidth: fl
 
 
 def _cases(generator: torch.Generator) -> Iterator[Case]:
-    """One case of four kernels: compute-bound, memory-bound, and one of each a factor 1,000 up.
+    """One case of five kernels: compute-bound, memory-bound, one of each a factor 1,000 up, and
+    one near the ridge, where the two times are nearly equal.
 
     They are judged together, so that what an answer gives in one regime tells its mistakes apart
     in the other.
@@ -29,17 +30,17 @@ def _cases(generator: torch.Generator) -> Iterator[Case]:
     peak_flops = integer(generator, 50, 900) * 10**12
     bandwidth = integer(generator, 300, 4000) * 10**9
     kernels = []
-    for scale, times_the_ridge in ((1, 7), (1, 0.1), (1000, 3), (1000, 0.4)):
+    for scale, times_the_ridge in ((1, 7), (1, 0.1), (1000, 3), (1000, 0.4), (1, 1.02)):
         bytes_moved = integer(generator, 10**6, 10**7) * scale
         flops = int(bytes_moved * peak_flops / bandwidth * times_the_ridge)
         kernels.append((flops, bytes_moved, peak_flops, bandwidth))
     yield Case(
-        f"a chip of {peak_flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s, four kernels", (kernels,)
+        f"a chip of {peak_flops:.3g} FLOP/s and {bandwidth:.3g} bytes/s, five kernels", (kernels,)
     )
 
 
 def _call(answer: Answer, kernels: list[tuple[int, ...]]) -> list[Any]:
-    return [answer(*kernel) for kernel in kernels]
+    return [plain_number(answer(*kernel)) for kernel in kernels]
 
 
 def _judge(case: Case, observation: Observation) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.draw import integer, normal, strided
-from flashcourse.grading.judge import judge_tensors, score_tolerance
+from flashcourse.grading.judge import FLOAT32_EPS, judge_tensors, row_tolerance
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 NAMES = ("out", "lse")
@@ -29,12 +29,22 @@ def reference(*parts: Part) -> Part:
     return (weights[..., None] * outs).sum(dim=0), lse
 
 
-def _allowed(parts: list[Part]) -> tuple[float, float]:
-    """A weight exp(lse_a − lse) is off by the rounding of its exponent; outputs are averaged."""
-    lses = torch.stack([lse for _, lse in parts])
-    largest_lse = lses[torch.isfinite(lses)].abs().max().item()
-    largest_out = max(out.abs().max().item() for out, _ in parts)
-    return score_tolerance(largest_lse, largest_out), score_tolerance(largest_lse, 1.0)
+def _allowed(parts: list[Part]) -> Part:
+    """A weight exp(lse_x − lse) is off by the rounding of its exponent, relative to itself.
+
+    Who takes 1 − w for the other weight makes an error of the last place of 1 besides. Where one
+    side alone has keys, its weight is 1; where none has, everything is 0 and exact.
+    """
+    lses = torch.stack([lse.double() for _, lse in parts], dim=-1)
+    outs = torch.stack([out.double().abs() for out, _ in parts], dim=-1)
+    unit = row_tolerance(lses)
+    weights = torch.exp(
+        lses - torch.where(lses.isfinite(), lses, -math.inf).logsumexp(-1)[..., None]
+    )
+    weights = weights.nan_to_num(0.0)[..., None, :]
+    several = (lses.isfinite().sum(-1) > 1)[..., None]
+    out = unit * (weights * outs).sum(-1)
+    return out + torch.where(several, 4 * FLOAT32_EPS * outs.sum(-1), 0.0), unit.squeeze(-1)
 
 
 def _judge(case: Case, observation: Observation) -> str | None:
@@ -83,13 +93,27 @@ def _scales(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _levels(generator: torch.Generator) -> Iterator[Case]:
+    for size in (200.0, 1000.0):
+        shape = _shape(generator)
+        (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 1.0) for _ in range(2))
+        level = torch.full(shape[1:-1], size)
+        level[:, ::2] = -size
+        yield Case(
+            f"{_describe(shape)}, lse near {size:.0f} and −{size:.0f}",
+            (out_a, lse_a + level, out_b, lse_b + level),
+        )
+
+
+def _far_apart(generator: torch.Generator) -> Iterator[Case]:
+    """One lse far above the other: a small weight counts if what it weighs is large."""
     shape = _shape(generator)
-    (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 1.0) for _ in range(2))
-    level = torch.full(shape[1:-1], 200.0)
-    level[:, ::2] = -200.0
-    yield Case(
-        f"{_describe(shape)}, lse near 200 and −200", (out_a, lse_a + level, out_b, lse_b + level)
-    )
+    (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 0.5) for _ in range(2))
+    lse_a, lse_b = lse_a * 0.2 + 5.5, lse_b * 0.2 - 5.5
+    yield Case(f"{_describe(shape)}, lse 11 apart", (out_a, lse_a, out_b * 1000, lse_b))
+    yield Case(f"{_describe(shape)}, lse 11 apart", (out_b * 1000, lse_b, out_a, lse_a))
+    lse_a, lse_b = lse_a + 990, lse_b - 990
+    yield Case(f"{_describe(shape)}, lse near 1,000 and −1,000", (out_a, lse_a, out_b, lse_b))
+    yield Case(f"{_describe(shape)}, lse near −1,000 and 1,000", (out_b, lse_b, out_a, lse_a))
 
 
 def _emptied(part: Part, where: torch.Tensor) -> Part:
@@ -100,7 +124,7 @@ def _emptied(part: Part, where: torch.Tensor) -> Part:
 def _one_empty(generator: torch.Generator) -> Iterator[Case]:
     for side in ("a", "b"):
         shape = _shape(generator)
-        a, b = _part(generator, shape, 2.0), _part(generator, shape, 2.0)
+        a, b = _part(generator, shape, 0.2), _part(generator, shape, 0.2)
         where = torch.zeros(shape[:-1], dtype=torch.bool)
         where[:, :, ::2] = True
         a, b = (_emptied(a, where), b) if side == "a" else (a, _emptied(b, where))
@@ -244,6 +268,7 @@ QUESTION = Question(
     checks=(
         Check("out and lse of the union, for lse × 1, × 5, × 40", _scales, _judge),
         Check("lse far above and below 0", _levels, _judge),
+        Check("one lse far above the other", _far_apart, _judge),
         Check("an empty side changes nothing", _one_empty, _judge),
         Check("two empty sides give 0 and −inf", _both_empty, _judge),
         Check("the order does not matter", _three, _judge_orders, _call_in_two_orders),

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 
 from flashcourse.grading.draw import integer, normal
 from flashcourse.grading.judge import (
+    FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
     judge_operators,
     judge_tensors,
-    score_tolerance,
+    row_tolerance,
 )
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 NAMES = ("m", "l")
 BLOCKS_KEPT = 4  # the one at hand, the one before, and two more for a loop's loose ends
+BLOCKS_MADE = 12  # numbers in tensors at once, those that were made of the block at hand included
+ROWS, WIDTH, BLOCKS = 32, 64, 40  # the stream with which memory is judged
+
+FORBIDDEN = (*FORBIDDEN_ATTENTION, "logsumexp")
 
 # What is right ------------------------------------------------------------------------------
 
@@ -34,13 +42,12 @@ def reference(blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _judge(case: Case, observation: Observation) -> str | None:
     m, l = reference(case.args[0])
-    finite = m[torch.isfinite(m)].abs()
-    scores = torch.cat(case.args[0], dim=1)
-    largest = scores[torch.isfinite(scores)].abs().max().item()
     # A maximum is one of the scores: only those who leave float32 on the way may round it.
-    exact = torch.finfo(torch.float32).eps * (finite.max().item() if finite.numel() else 0.0)
-    allowed = (exact, score_tolerance(largest, l.max().item()))
-    return judge_tensors(NAMES, observation.output, (m, l), allowed, (torch.float32,) * 2)
+    exact = FLOAT32_EPS * torch.where(m == -math.inf, 0.0, m.abs())
+    error = row_tolerance(torch.cat(case.args[0], dim=1)).squeeze(-1) * l
+    return judge_tensors(
+        NAMES, observation.output, (m, l), (exact, error), (torch.float32,) * 2
+    ) or judge_operators(observation, FORBIDDEN)
 
 
 def _call_on_stream(answer: Answer, blocks: list[torch.Tensor]) -> Any:
@@ -48,8 +55,13 @@ def _call_on_stream(answer: Answer, blocks: list[torch.Tensor]) -> Any:
 
 
 def _call_counting(answer: Answer, blocks: list[torch.Tensor]) -> dict[str, Any]:
-    """The answer's result, and how many blocks it kept alive at once at the most."""
+    """How many blocks the answer kept alive at once at the most, and whether Python's memory grew.
+
+    Python's lists and numbers and NumPy's arrays are traced; PyTorch's tensors are not, they are
+    watched elsewhere.
+    """
     alive: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
     most = 0
 
     def stream() -> Iterator[torch.Tensor]:
@@ -60,22 +72,40 @@ def _call_counting(answer: Answer, blocks: list[torch.Tensor]) -> dict[str, Any]
             yield copy
             del copy
             most = max(most, sum(reference() is not None for reference in alive))
+            held.append(tracemalloc.get_traced_memory()[0])
 
-    return {"answer": answer(stream()), "kept": most}
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        answer(stream())
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+    # The typical step, not the sum: Python itself takes memory now and then, for its own caches.
+    steps = [later - earlier for earlier, later in pairwise(held)] or [0]
+    grown = median(steps) > blocks[0].numel() * blocks[0].element_size() / 3
+    return {"kept": most, "grew outside tensors": grown}
 
 
 def _judge_kept(case: Case, observation: Observation) -> str | None:
-    kept = observation.output["kept"]
+    blocks, kept = case.args[0], observation.output["kept"]
+    forget = "a stream passes once, and a block can be forgotten as soon as it is added"
     if kept > BLOCKS_KEPT:
+        return f"{kept} of the {len(blocks)} blocks were held at once: {forget}"
+    size = max(block.numel() for block in blocks)
+    if observation.live_numel > BLOCKS_MADE * size:
         return (
-            f"{kept} of the {len(case.args[0])} blocks were held at once: a stream passes once, "
-            "and a block can be forgotten as soon as it is added"
+            f"your tensors held {observation.live_numel:,} numbers at once, as many as "
+            f"{observation.live_numel / size:.0f} blocks: {forget}"
         )
-    return _judge(case, Observation(output=observation.output["answer"]))
+    if observation.output["grew outside tensors"]:
+        return f"your lists or arrays grow with every block: {forget}"
+    return None
 
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
-    return judge_operators(observation, (*FORBIDDEN_ATTENTION, "logsumexp"))
+    return judge_operators(observation, FORBIDDEN)
 
 
 # The inputs ---------------------------------------------------------------------------------
@@ -117,6 +147,25 @@ def _levels(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{shape}, rows around 0, 300, −300 and −90", (blocks,))
 
 
+def _extremes(generator: torch.Generator) -> Iterator[Case]:
+    """From −1,000 to 1,000 and back in one row: no block's own pivot is safe for the others."""
+    blocks, shape = _stream(generator, 2, _widths(generator, 4))
+    for index, level in enumerate((-1000.0, 1000.0, -1000.0, 999.0)):
+        blocks[index] = blocks[index].abs() * -math.copysign(0.3, level) + level
+        blocks[index][1] *= -1
+    yield Case(f"{shape}, blocks near 1,000 and −1,000", (blocks,))
+
+
+def _single(generator: torch.Generator) -> Iterator[Case]:
+    blocks, shape = _stream(generator, 3, _widths(generator, 4), 0.3)
+    for row, index in enumerate((0, 1, 3)):
+        score = float(blocks[index][row, 0])
+        for block in blocks:
+            block[row] = -math.inf
+        blocks[index][row, 0] = score
+    yield Case(f"{shape}, one score a row is not −inf", (blocks,))
+
+
 def _hidden(generator: torch.Generator) -> Iterator[Case]:
     blocks, shape = _stream(generator, 4, _widths(generator, 5))
     for block in (blocks[0], blocks[2], blocks[4]):
@@ -128,8 +177,8 @@ def _hidden(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _long(generator: torch.Generator) -> Iterator[Case]:
-    blocks, _ = _stream(generator, 2, [integer(generator, 2, 4) for _ in range(40)])
-    yield Case("40 blocks of 2 rows and 2 to 4 columns", (blocks,))
+    blocks, _ = _stream(generator, ROWS, [WIDTH] * BLOCKS)
+    yield Case(f"{BLOCKS} blocks of {ROWS} rows and {WIDTH} columns", (blocks,))
 
 
 # The known mistakes: each leaves the right path in one place ------------------------------------
@@ -262,9 +311,11 @@ QUESTION = Question(
         Check("m and l of every row, for scores × 1, × 5, × 40", _scales, _judge, _call_on_stream),
         Check("the maximum may come in any block", _order, _judge, _call_on_stream),
         Check("rows far above and below 0", _levels, _judge, _call_on_stream),
+        Check("scores as large as ±1,000", _extremes, _judge, _call_on_stream),
+        Check("a single score gives l = 1", _single, _judge, _call_on_stream),
         Check("scores of −inf count nothing", _hidden, _judge, _call_on_stream),
-        Check("one pass, block by block", _long, _judge_kept, _call_counting),
-        Check("the softmax is your own", _order, _judge_own_work, _call_on_stream),
+        Check("one pass, block by block", _long, _judge_kept, _call_counting, work=True),
+        Check("the softmax is your own", _order, _judge_own_work, _call_on_stream, work=True),
     ),
     mistakes=MISTAKES,
     right=_online,

@@ -12,8 +12,9 @@ import torch
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import normal, strided
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
-from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as forward
+from flashcourse.grading.tile_work import call_watching, judge_tiles, judge_work
 
 NAMES = ("dq", "dk", "dv")
 FLOAT32 = (torch.float32,) * 3
@@ -71,37 +72,12 @@ def allowed_errors(
 
 def _judge(case: Case, observation: Observation) -> str | None:
     q, k, v, out, lse, do = case.args
-    is_causal = case.kwargs["is_causal"]
+    is_causal = case.kwargs.get("is_causal", False)
     expected = reference(q, k, v, do, is_causal)
-    allowed = allowed_errors(q, k, v, out, lse, do, is_causal)
-    return judge_tensors(NAMES, observation.output, expected, allowed, FLOAT32)
-
-
-def _judge_own_work(case: Case, observation: Observation) -> str | None:
-    return judge_operators(observation, FORBIDDEN_ATTENTION)
-
-
-def _call_noting_autograd(answer: Answer, *args: Any, **kwargs: Any) -> dict[str, bool]:
-    """Whether autograd recorded operations meanwhile; the inputs ask for no gradient."""
-    recorded = False
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal recorded
-        recorded = True
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        answer(*args, **kwargs)
-    return {"differentiated automatically": recorded}
-
-
-def _judge_by_hand(case: Case, observation: Observation) -> str | None:
-    if observation.output["differentiated automatically"]:
-        return (
-            "autograd recorded your operations: it stores every tile of P, which is the memory "
-            "that this backward saves. Make P again from lse"
-        )
-    return None
+    dq, dk, dv = allowed_errors(q, k, v, out, lse, do, is_causal)
+    allowed = (torch.where(lse[..., None] == -math.inf, 0.0, dq), dk, dv)
+    message = judge_tensors(NAMES, observation.output, expected, allowed, FLOAT32)
+    return message or judge_operators(observation, FORBIDDEN_ATTENTION)
 
 
 # The inputs: those of the forward, with its right result and a gradient -------------------------
@@ -140,6 +116,13 @@ def _grouped(generator: torch.Generator) -> Iterator[Case]:
     """Four query heads to a KV head, and three; causal too."""
     yield forward.draw_case(generator, 9, 14, (8, 8), heads=(8, 2))
     yield forward.draw_case(generator, 10, 10, (4, 8), heads=(6, 2), is_causal=True)
+
+
+def _defaults(generator: torch.Generator) -> Iterator[Case]:
+    """No options at all: not causal."""
+    case = _with_gradient(generator, forward.draw_case(generator, 5, 7, (64, 64), batch=1))
+    shapes, _, _ = case.description.partition(", is_causal")
+    yield Case(f"{shapes}, no options", case.args)
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
@@ -435,14 +418,21 @@ QUESTION = Question(
         Check("a query that sees no key has gradient 0", _from(forward.empty_row_cases), _judge),
         Check("hidden scores of any size stay hidden", _from(_large_causal), _judge),
         Check("any strides", _layouts, _judge),
-        Check("no tensor much larger than a tile", _from(forward.long_cases), forward.judge_memory),
+        Check("not causal if nothing is said", _defaults, _judge),
         Check(
-            "P made again, not stored",
+            "a tile of scores at a time, and P made again",
             _from(forward.long_cases),
-            _judge_by_hand,
-            _call_noting_autograd,
+            judge_tiles,
+            call_watching,
+            work=True,
         ),
-        Check("the gradients are your own", _from(forward.ragged_cases), _judge_own_work),
+        Check(
+            "the gradients are your own",
+            _from(forward.own_work_cases),
+            judge_work,
+            call_watching,
+            work=True,
+        ),
     ),
     mistakes=MISTAKES,
     right=_tiled,

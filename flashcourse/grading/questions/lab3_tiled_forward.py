@@ -12,18 +12,18 @@ import torch
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import (
+    FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
-    judge_largest_tensor,
     judge_operators,
+    judge_tensor,
     judge_tensors,
     score_tolerance,
 )
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.tile_work import call_watching, judge_tiles, judge_work
 
 NAMES = ("out", "lse")
 FLOAT32 = (torch.float32, torch.float32)
-LONG, TILE = 512, 64  # the length and the blocks with which memory is judged
-MOST_NUMBERS = 4 * TILE * TILE  # a block of whole rows has twice as many, the matrix 16 times
 
 # What is right ------------------------------------------------------------------------------
 
@@ -46,9 +46,15 @@ def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
 def _judge(case: Case, observation: Observation) -> str | None:
     q, k, v = case.args
     size = largest_score(q, k)
-    allowed = (score_tolerance(size, v.abs().max().item()), score_tolerance(size, 1.0))
-    expected = reference(q, k, v, case.kwargs.get("is_causal", False))
-    return judge_tensors(NAMES, observation.output, expected, allowed, FLOAT32)
+    is_causal = case.kwargs.get("is_causal", False)
+    allowed = torch.tensor(score_tolerance(size, v.abs().max().item()))
+    if is_causal:  # a query that sees no key gives 0, and no rounding to it
+        empty = torch.arange(q.shape[2])[:, None] < q.shape[2] - k.shape[2]
+        allowed = torch.where(empty, 0.0, allowed)
+    expected = reference(q, k, v, is_causal)
+    both = (allowed, score_tolerance(size, 1.0))
+    message = judge_tensors(NAMES, observation.output, expected, both, FLOAT32)
+    return message or judge_operators(observation, FORBIDDEN_ATTENTION)
 
 
 def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
@@ -59,18 +65,15 @@ def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
     return None
 
 
-def judge_memory(case: Case, observation: Observation) -> str | None:
-    """Judge that no tensor is much larger than a tile; inputs and outputs are smaller here."""
-    seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
-    meaning = (
-        f"the whole score matrix has {seq_q}×{seq_k} numbers, a tile only "
-        f"{case.kwargs['block_q']}×{case.kwargs['block_k']}"
-    )
-    return judge_largest_tensor(observation, MOST_NUMBERS, meaning)
-
-
-def _judge_own_work(case: Case, observation: Observation) -> str | None:
-    return judge_operators(observation, FORBIDDEN_ATTENTION)
+def _judge_one_key(case: Case, observation: Observation) -> str | None:
+    """The weight of a single key is 1: its score cancels, and nothing else may change it."""
+    message = _judge(case, observation)
+    if message:
+        return message
+    q, k, v = case.args
+    allowed = 4 * FLOAT32_EPS * (1 + largest_score(q, k)) * v.abs().max().item()
+    out, _ = reference(q, k, v, False)
+    return judge_tensor("out", observation.output[0], out, allowed)
 
 
 # The inputs (the backward's question draws from them too) ---------------------------------------
@@ -158,10 +161,33 @@ def low_score_cases(generator: torch.Generator) -> Iterator[Case]:
     yield case
 
 
+def extreme_cases(generator: torch.Generator) -> Iterator[Case]:
+    """−20,000 in the first tile and the last, 20,000 between: no other row's pivot is safe."""
+    for is_causal in (False, True):
+        n = integer(generator, 13, 16)
+        note = "scores of 20,000 and −20,000 in a row"
+        case = draw_case(generator, n, n, (8, 4), is_causal=is_causal, note=note)
+        q, k, _ = case.args
+        level = (20_000 * q.shape[-1] ** 0.5) ** 0.5
+        q[..., 0], k[..., 0] = level, -level
+        k[:, :, 4:8, 0] = level
+        yield case
+
+
+def one_key_cases(generator: torch.Generator) -> Iterator[Case]:
+    yield draw_case(generator, integer(generator, 5, 9), 1, (4, 4), scale=0.1)
+
+
 def head_cases(generator: torch.Generator) -> Iterator[Case]:
-    for heads in ((6, 2), (6, 3)):
+    for heads, batch, is_causal in (((6, 2), 1, False), ((6, 3), 3, False), ((4, 2), 1, True)):
         n = integer(generator, 9, 14)
-        yield draw_case(generator, n, n + 3, (8, 8), heads=heads)
+        yield draw_case(generator, n, n + 3, (8, 8), heads=heads, batch=batch, is_causal=is_causal)
+
+
+def _defaults(generator: torch.Generator) -> Iterator[Case]:
+    """No options at all: not causal."""
+    q, k, v = draw_case(generator, 5, 7, (64, 64)).args
+    yield Case(f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, no options", (q, k, v))
 
 
 def layout_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -175,7 +201,28 @@ def layout_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def long_cases(generator: torch.Generator) -> Iterator[Case]:
-    yield draw_case(generator, LONG, LONG, (TILE, TILE), heads=(1, 1), batch=1, head_dim=2)
+    """Few queries, many keys, head_dim 1: the scores outnumber everything else.
+
+    Even one query's scores for all keys are more than two tiles.
+    """
+    for blocks, is_causal in (((16, 8), False), ((8, 16), True)):
+        yield draw_case(
+            generator,
+            16,
+            integer(generator, 300, 330),
+            blocks,
+            heads=(1, 1),
+            batch=1,
+            head_dim=1,
+            is_causal=is_causal,
+        )
+
+
+def own_work_cases(generator: torch.Generator) -> Iterator[Case]:
+    """With and without a mask, with and without shared heads."""
+    yield draw_case(generator, 9, 13, (8, 8))
+    yield draw_case(generator, 10, 10, (4, 8), heads=(4, 2), is_causal=True)
+    yield draw_case(generator, 7, 12, (4, 8), is_causal=True)
 
 
 # The known mistakes: each leaves the right path in one place ------------------------------------
@@ -457,8 +504,11 @@ QUESTION = Question(
         Check("a query that sees no key gives 0 and −inf", empty_row_cases, _judge_empty_rows),
         Check("hidden keys stay hidden below any score", low_score_cases, _judge),
         Check("any strides", layout_cases, _judge),
-        Check("no tensor much larger than a tile", long_cases, judge_memory),
-        Check("the attention is your own", ragged_cases, _judge_own_work),
+        Check("scores as large as ±20,000", extreme_cases, _judge),
+        Check("a single key gets the weight 1", one_key_cases, _judge_one_key),
+        Check("not causal if nothing is said", _defaults, _judge),
+        Check("a tile of scores at a time", long_cases, judge_tiles, call_watching, work=True),
+        Check("the attention is your own", own_work_cases, judge_work, call_watching, work=True),
     ),
     mistakes=MISTAKES,
     right=_tiled,
