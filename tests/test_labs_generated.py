@@ -180,7 +180,7 @@ def test_what_nbgrader_itself_refuses_is_explained() -> None:
 
 def test_without_nbgrader_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nbgrader", None)
-    with pytest.raises(CourseError, match=r"pip install -e \.\[lecturer\]"):
+    with pytest.raises(CourseError, match=r"pip install -e '\.\[lecturer\]'"):
         labs.release(solution())
 
 

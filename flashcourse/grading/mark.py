@@ -132,14 +132,14 @@ def _diagnose(
 def _passes(question: Question, mistake: Mistake, passed: tuple[str, ...], seed: int) -> bool:
     """True if the mistake, with some of its tiles, passes the checks that the answer passed."""
     checks = [check for check in question.checks if check.name in passed and not check.work]
-    return any(
-        all(
-            _first_failure(question, check, lambda c, case, a=answer: observe(c, a, case), seed)
-            is None
-            for check in checks
-        )
-        for answer in (mistake.answer, *mistake.variants)
-    )
+
+    def fits(answer: Answer) -> bool:
+        def look(check: Check, case: Case) -> Observation:
+            return observe(check, answer, case)
+
+        return all(_first_failure(question, check, look, seed) is None for check in checks)
+
+    return any(fits(answer) for answer in (mistake.answer, *mistake.variants))
 
 
 def _explaining(
