@@ -1,0 +1,1 @@
+"""Wrong answers, by lab, that a looser check would accept."""
