@@ -36,6 +36,7 @@ class AllocationWatch(TorchDispatchMode):
         }
         # By identity: a weak reference keeps the identity of a freed storage from being reused.
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held_numel = 0  # of all in _held, those freed since it was last tidied included
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -44,20 +45,21 @@ class AllocationWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operators.add(str(func.overloadpacket).removeprefix("aten."))
-        grown = False
         for leaf in tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata in self._known or storage._cdata in self._held:
-                continue
-            numel = storage.nbytes() // max(leaf.element_size(), 1)
-            self._held[storage._cdata] = (StorageWeakRef(storage), numel)
-            grown = True
-            if numel > self.largest_numel:
-                self.largest_numel = numel
-                self.largest_shape = tuple(leaf.shape)
-        if grown:
-            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-            self.live_numel = max(self.live_numel, sum(size for _, size in self._held.values()))
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
         return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known or storage._cdata in self._held:
+            return
+        numel = storage.nbytes() // max(tensor.element_size(), 1)
+        if numel > self.largest_numel:
+            self.largest_numel, self.largest_shape = numel, tuple(tensor.shape)
+        self._held[storage._cdata] = (StorageWeakRef(storage), numel)
+        self._held_numel += numel
+        if self._held_numel > self.live_numel:  # perhaps a new height: forget what was freed
+            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+            self._held_numel = sum(size for _, size in self._held.values())
+            self.live_numel = max(self.live_numel, self._held_numel)
