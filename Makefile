@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+THOROUGH ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -24,9 +25,9 @@ lab: ## set up, check this machine, open JupyterLab at the first lesson
 	@$(RUN) -m flashcourse doctor
 	@exec $(RUN) -m flashcourse open $(ARGS)
 
-test: ## set up and run every test that this machine can run
+test: ## set up and run the tests; THOROUGH=1 adds the long ones, which take an hour
 	$(SETUP) --extra test
-	@$(RUN) -m pytest $(ARGS)
+	@FLASHCOURSE_THOROUGH=$(THOROUGH) $(RUN) -m pytest $(ARGS)
 
 lint: ## check style and types
 	$(SETUP) --extra test

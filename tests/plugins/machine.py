@@ -7,8 +7,10 @@ A test that needs something this machine lacks carries a marker::
     @pytest.mark.needs_triton
     @pytest.mark.needs_counters
 
-or calls :func:`not_verified` with a reason of its own. The last line of a run accounts for every
-test that was left out, by reason.
+A test that takes minutes and repeats what a shorter one samples carries ``thorough``: it runs with
+``make test THOROUGH=1`` (``FLASHCOURSE_THOROUGH=1``). A test may also call :func:`not_verified`
+with a reason of its own. The last line of a run accounts for every test that was left out, by
+reason.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from flashcourse import runtime
 from flashcourse.measure.counters import find_ncu
 
 PREFIX = "not verified on this machine: "
+THOROUGH = os.environ.get("FLASHCOURSE_THOROUGH", "") not in ("", "0")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -55,6 +58,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: find_browser() is not None,
         "no browser (Debian: apt install chromium)",
     ),
+    "thorough": (lambda: THOROUGH, "the long runs: make test THOROUGH=1"),
     "needs_counters": (counters_usable, "no hardware counters (a GPU and ncu)"),
 }
 

@@ -1,0 +1,434 @@
+"""``flash_decode`` and ``paged_attention`` against their slow twins, interpreted and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import (
+    CACHE_LAYOUTS,
+    PAGE_LAYOUTS,
+    DecodeCase,
+    inputs_of,
+    problems,
+    random_case,
+)
+from reference import reference_attention
+
+from flashcourse.attention import (
+    flash_decode,
+    merge_attention,
+    naive_decode,
+    naive_paged_attention,
+    paged_attention,
+)
+from flashcourse.attention.decode_tuning import (
+    DECODE_TABLES,
+    choose_splits,
+    force_decode,
+    tiles_of_entry,
+)
+from flashcourse.attention.tuning import BUCKETS, CHIPS
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+triton_only = pytest.mark.needs_triton
+
+
+def case(*lengths: int, **fields: Any) -> DecodeCase:
+    names = set(DecodeCase.__dataclass_fields__)
+    options = {key: fields.pop(key) for key in list(fields) if key not in names}
+    return DecodeCase(lengths=lengths, options=options, **fields)
+
+
+# Each line is a kind of fault that some public kernel had.
+TABLE = [
+    # lengths: none, one, around a tile of 32 keys and around a page
+    case(0),
+    case(0, 5, 0),
+    case(),
+    case(1, 31, 32, 33),
+    case(64, 128, slack=0),  # exactly full: caches, pages and tables end with the sequence
+    case(48, page_size=16, num_splits=3, slack=0),
+    # splits: more than tiles, many of them empty; every one empty
+    case(70, num_splits=2),
+    case(70, 3, num_splits=8),
+    case(33, 0, num_splits=40),
+    # groups: 4 query heads to each of 2 KV heads, all to one, more rows than a tile
+    case(70, 40, heads_q=8, heads_kv=2),
+    case(70, heads_q=7, heads_kv=1, num_splits=2),
+    case(70, heads_q=20, heads_kv=1, seq_q=5),
+    # several queries, more than there are slots, a chunk of a prefill
+    case(70, 9, seq_q=3, heads_q=4),
+    case(70, 2, 0, seq_q=5, num_splits=3),
+    case(100, 33, seq_q=33, heads_q=4, heads_kv=2),
+    # windows: own slot only, inside a tile, wider than all, with splits and several queries
+    case(70, window_size=(0, 0)),
+    case(100, 20, window_size=(40, 7), seq_q=4, num_splits=2),
+    case(100, window_size=(37, -1), seq_q=40, num_splits=3),
+    case(70, window_size=(10**12, None)),
+    case(100, 64, window_size=(5, 0), num_splits=4),
+    # scale and softcap
+    case(40, scale=0.0),
+    case(40, scale=-0.3, num_splits=2),
+    case(40, scale=-1.0, softcap=2.0, window_size=(9, 0)),
+    case(40, softcap=0.5, input_scale=40.0),  # e^x would overflow here
+    case(70, input_scale=40.0, dtype=bf16, num_splits=3),  # beats any stand-in for -inf
+    # dtypes and head_dim
+    case(70, 33, dtype=f16, heads_q=4, num_splits=2),
+    case(70, 33, dtype=bf16, heads_q=4, num_splits=2),
+    case(40, head_dim=1),
+    case(40, head_dim=59, num_splits=2),
+    case(40, head_dim=96, dtype=bf16),
+    case(40, head_dim=111, dtype=f16),
+    case(40, head_dim=256),
+    # pages: one slot, a prime, as large as a tile, larger
+    case(35, 70, page_size=1),
+    case(35, 70, page_size=7, num_splits=2),
+    case(64, 70, page_size=32, seq_q=2),
+    case(64, 130, page_size=64, num_splits=2),
+    case(130, 256, page_size=128, window_size=(100, 0)),
+    case(256, 257, page_size=256),
+]  # fmt: skip
+
+
+@triton_only
+@pytest.mark.parametrize("one", TABLE, ids=str)
+def test_table(one: DecodeCase) -> None:
+    assert problems(one, HERE) == []
+
+
+@triton_only
+@pytest.mark.parametrize("layout", CACHE_LAYOUTS)
+def test_any_strides_of_the_cache(layout: str) -> None:
+    for dtype in (f32, f16):
+        one = case(33, 40, layout=layout, dtype=dtype, head_dim=24, seq_q=2, heads_q=4)
+        assert problems(one, HERE, paged=None) == []
+
+
+@triton_only
+@pytest.mark.parametrize("layout", PAGE_LAYOUTS)
+def test_any_strides_of_the_pages(layout: str) -> None:
+    for dtype, page_size in ((f32, 5), (f16, 16), (f32, 32)):
+        one = case(33, 40, page_layout=layout, dtype=dtype, head_dim=24, page_size=page_size)
+        assert problems(one, HERE, contiguous=None) == []
+
+
+@triton_only
+@pytest.mark.parametrize("seed", range(12))
+def test_random(seed: int) -> None:
+    assert problems(random_case(seed, longest=100, largest_head_dim=80), HERE) == []
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("block", range(20))
+def test_random_on_a_gpu(block: int) -> None:
+    found = []
+    for seed in range(1000 + 50 * block, 1050 + 50 * block):
+        found += problems(random_case(seed, 1500, 256), "cuda")
+    assert found == []
+
+
+@pytest.mark.parametrize("seq_q", [1, 2, 7])
+def test_the_slow_twins_follow_the_definition(seq_q: int) -> None:
+    """Against loops over rows, in float64: the only judge that shares no code with them."""
+    options = {"window_size": (4, 2), "softcap": 3.0, "scale": -0.4}
+    for chosen in ({}, options):
+        one = case(11, 5, 1, seq_q=seq_q, heads_q=4, heads_kv=2, head_dim=8, page_size=4)
+        inputs = inputs_of(one)
+        out, lse = naive_decode(*inputs.contiguous, return_lse=True, **chosen)
+        paged, paged_lse = naive_paged_attention(*inputs.paged, return_lse=True, **chosen)
+        assert torch.equal(out, paged) and torch.equal(lse, paged_lse)
+        for b, (k, v) in enumerate(inputs.caches):
+            exact, exact_lse = reference_attention(
+                inputs.q[b, None], k[None], v[None], is_causal=True, **chosen
+            )
+            assert torch.allclose(out[b, None].double(), exact, atol=1e-5)
+            assert torch.allclose(lse[b, None].double(), exact_lse, atol=1e-5)
+
+
+def test_negative_control_the_judge_rejects_wrong_results() -> None:
+    one = case(70, 33, heads_q=4, heads_kv=2, seq_q=2, page_size=16)
+
+    def zeros(*arguments, **options):
+        out, lse = naive_decode(*arguments, **options)
+        return 0.0 * out, lse
+
+    def base_2(*arguments, **options):
+        out, lse = naive_decode(*arguments, **options)
+        return out, lse * 1.4427
+
+    def heads_tiled(q, k, v, lengths, **options):
+        order = torch.tensor([0, 2, 1, 3])
+        out, lse = naive_decode(q[:, order], k, v, lengths, **options)
+        return out[:, order], lse[:, order]
+
+    def one_slot_less(q, k, v, lengths, **options):
+        return naive_decode(q, k, v, lengths - 1, **options)
+
+    def garbage_scored(q, k, v, lengths, **options):
+        return naive_decode(q, k, v, torch.full_like(lengths, k.shape[2]), **options)
+
+    def not_causal(q, k, v, lengths, **options):
+        results = [naive_decode(q[:, :, i : i + 1], k, v, lengths, **options) for i in range(2)]
+        return torch.cat([r[0] for r in results], 2), torch.cat([r[1] for r in results], 2)
+
+    for wrong in (zeros, base_2, heads_tiled, one_slot_less, garbage_scored, not_causal):
+        assert problems(one, "cpu", wrong, None), f"{wrong.__name__} passes"
+
+    def next_page(q, k, v, table, lengths, **options):
+        return naive_paged_attention(q, k, v, table.flip(0), lengths.flip(0), **options)
+
+    assert problems(one, "cpu", None, next_page)
+    assert problems(one, "cpu", naive_decode, naive_paged_attention) == []
+
+
+@triton_only
+def test_every_tile_gives_the_same_answer() -> None:
+    one = case(100, 33, window_size=(50, 0), heads_q=4, seq_q=3, head_dim=16, num_splits=2)
+    for keys in (16, 64, 128):
+        with force_decode(32, keys, 4, 1):
+            assert problems(one, HERE) == [], keys
+
+
+@triton_only
+def test_slots_outside_a_window_are_never_read() -> None:
+    """NaN in whole tiles that no query sees: visiting and masking would still multiply it."""
+    one = case(100, page_size=4, window_size=(3, 0), num_splits=2)
+    inputs = inputs_of(one, HERE)
+    inputs.k_cache[:, :, :64], inputs.v_cache[:, :, :64] = float("nan"), float("nan")
+    inputs.k_pages[inputs.block_table[0, :16].long()] = float("nan")
+    inputs.v_pages[inputs.block_table[0, :16].long()] = float("nan")
+    assert torch.isfinite(flash_decode(*inputs.contiguous, **one.options)).all()
+    assert torch.isfinite(paged_attention(*inputs.paged, **one.options)).all()
+
+
+@triton_only
+def test_the_splits_are_what_merge_attention_joins() -> None:
+    inputs = inputs_of(case(64, slack=0), HERE)
+    q, k, v, _ = inputs.contiguous
+    half = torch.tensor([32], dtype=torch.int32, device=HERE)
+    parts = []
+    for slots in (slice(0, 32), slice(32, 64)):
+        parts += flash_decode(q, k[:, :, slots], v[:, :, slots], half, return_lse=True)
+    out, lse = merge_attention(*parts)
+    ours, our_lse = flash_decode(*inputs.contiguous, num_splits=2, return_lse=True)
+    assert torch.allclose(out, ours, atol=1e-6) and torch.allclose(lse, our_lse, atol=1e-6)
+
+
+@triton_only
+def test_infinite_and_nan_values_in_use_spread_as_in_the_twin() -> None:
+    for place in ("k_cache", "v_cache"):
+        for value in (float("inf"), float("nan")):
+            inputs = inputs_of(case(70, heads_q=1, heads_kv=1), HERE)
+            getattr(inputs, place)[0, 0, 40, 3] = value
+            for splits in (1, 3):
+                ours = flash_decode(*inputs.contiguous, num_splits=splits)
+                assert torch.equal(ours.isnan(), naive_decode(*inputs.contiguous).isnan())
+
+
+@triton_only
+def test_addresses_past_two_to_the_31() -> None:
+    """A page's number times its stride, a sequence's, a slot's and a column's."""
+    store = torch.empty(2**31 + 2**30, dtype=f16, device=HERE)  # untouched pages cost nothing
+    inputs = inputs_of(case(10, 6, dtype=f16, head_dim=8, page_size=2, slack=0), HERE)
+    expected = flash_decode(*inputs.contiguous)
+
+    def spread(tensor: torch.Tensor, dimension: int, start: int) -> torch.Tensor:
+        """The same values, whose last index along a dimension lies 2^31 elements away."""
+        strides = [1, 1, 1, 1]
+        others = [i for i in reversed(range(4)) if i != dimension]
+        step = 1
+        for i in others:
+            strides[i] = step
+            step *= tensor.shape[i]
+        strides[dimension] = (2**31 + 2**20) // (tensor.shape[dimension] - 1)
+        view = store.as_strided(tensor.shape, strides, start)
+        view.copy_(tensor)
+        return view
+
+    q, k, v, lengths = inputs.contiguous
+    for dimension in (0, 1, 2, 3):
+        wide = (spread(t, dimension, 4096 * (n + 1)) for n, t in enumerate((k, v)))
+        assert torch.equal(flash_decode(q, *wide, lengths), expected), dimension
+    q, k, v, table, lengths = inputs.paged
+    for dimension in (0, 1, 2, 3):
+        wide = (spread(t, dimension, 4096 * (n + 1)) for n, t in enumerate((k, v)))
+        assert torch.equal(paged_attention(q, *wide, table, lengths), expected), dimension
+
+
+@triton_only
+def test_pages_may_be_shared_and_a_table_row_expanded() -> None:
+    inputs = inputs_of(case(40, heads_q=4), HERE)
+    q, k, v, table, lengths = inputs.paged
+    alone = paged_attention(q, k, v, table, lengths)
+    both = paged_attention(q.expand(3, -1, -1, -1), k, v, table.expand(3, -1), lengths.expand(3))
+    assert torch.equal(both, alone.expand(3, -1, -1, -1))
+
+
+@triton_only
+def test_an_impossible_length_on_a_gpu_gives_nan_and_spares_its_neighbours() -> None:
+    """The kernel's own guard; on a CPU the arguments are checked before it."""
+    from flashcourse.attention.decode_launch import launch_decode
+    from flashcourse.attention.flash_launch import FlashOptions
+
+    inputs = inputs_of(case(40, 33, 20, slack=0), HERE)
+    q, k, v, lengths = inputs.contiguous
+    wrong = torch.tensor([41, 33, -1], dtype=torch.int32, device=HERE)
+    expected = flash_decode(q, k, v, lengths)
+    for splits in (1, 2):
+        options = FlashOptions(q.shape[3] ** -0.5, None, 0, None)
+        out, lse = launch_decode(q, k, v, None, wrong, options, splits)
+        assert out[[0, 2]].isnan().all() and lse[[0, 2]].isnan().all()
+        assert torch.allclose(out[1], expected[1], atol=1e-6)
+
+
+@triton_only
+def test_gradients_are_refused_and_not_lost() -> None:
+    inputs = inputs_of(case(20), HERE)
+    q, k, v, lengths = inputs.contiguous
+    with pytest.raises(ValueError, match=r"flash_decode computes no gradient, and q requires one"):
+        flash_decode(q.detach().requires_grad_(), k, v, lengths)
+    _, k, v, table, _ = inputs.paged
+    leaves = (k.detach().requires_grad_(), v.detach().requires_grad_())
+    with pytest.raises(ValueError, match=r"paged_attention .* k_pages and v_pages require one"):
+        paged_attention(q, *leaves, table, lengths)
+    with torch.no_grad():
+        assert not paged_attention(q, *leaves, table, lengths).requires_grad
+
+
+def wrong_calls() -> list[tuple[str, type[Exception], Any]]:
+    inputs = inputs_of(case(20, 8, page_size=4, slack=0))
+    q, k, v, lengths = inputs.contiguous
+    _, kp, vp, table, _ = inputs.paged
+    used = table.clone()
+    used[1, 1] = -1
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        return lambda: flash_decode(*arguments, **options)
+
+    def paged(*arguments: Any, **options: Any) -> Any:
+        return lambda: paged_attention(*arguments, **options)
+
+    return [
+        ("q must be a torch.Tensor, got list", TypeError, decode([1], k, v, lengths)),
+        ("q has dtype float64; allowed", TypeError, decode(q.double(), k, v, lengths)),
+        ("k_cache must have 4 dimensions", ValueError, decode(q, k[0], v, lengths)),
+        ("must agree in dtype", ValueError, decode(q, k.half(), v, lengths)),
+        ("must agree in batch size", ValueError, decode(q[:1], k, v, lengths[:1])),
+        ("must agree in capacity", ValueError, decode(q, k[:, :, 1:], v, lengths)),
+        ("must agree in head_dim", ValueError, decode(q[..., 1:], k, v, lengths)),
+        ("positive multiple", ValueError, decode(q[:, :1], k, v, lengths)),
+        ("at least one query", ValueError, decode(q[:, :, :0], k, v, lengths)),
+        ("cache_seqlens has dtype int64", TypeError, decode(q, k, v, lengths.long())),
+        ("cache_seqlens must have shape", ValueError, decode(q, k, v, lengths[:1])),
+        (r"cache_seqlens\[0\] is 21; allowed are 0 to 20", ValueError, decode(q, k, v, lengths + 1)),
+        (r"cache_seqlens\[1\] is -1", ValueError, decode(q, k, v, lengths - 9)),
+        ("num_splits must be between", ValueError, decode(q, k, v, lengths, num_splits=0)),
+        ("num_splits must be an integer", TypeError, decode(q, k, v, lengths, num_splits=2.0)),
+        ("softcap must be positive", ValueError, decode(q, k, v, lengths, softcap=0.0)),
+        ("page_size 0", ValueError, paged(q, kp[:, :0], vp[:, :0], table, lengths)),
+        ("page_size 257", ValueError, paged(q, kp[:, :1].expand(-1, 257, -1, -1),
+                                            vp[:, :1].expand(-1, 257, -1, -1), table, lengths)),
+        ("block_table has dtype int64", TypeError, paged(q, kp, vp, table.long(), lengths)),
+        ("block_table must have shape", ValueError, paged(q, kp, vp, table[0], lengths)),
+        ("must agree in number of pages", ValueError, paged(q, kp[1:], vp, table, lengths)),
+        (r"block_table\[1, 1\] is -1, but sequence 1 of length 8", ValueError,
+         paged(q, kp, vp, used, lengths)),
+        ("allowed are 0 to 16, what block_table", ValueError,
+         paged(q, kp, vp, table[:, :4], lengths)),
+    ]  # fmt: skip
+
+
+def test_wrong_arguments_are_named() -> None:
+    for message, error, call in wrong_calls():
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_splits_are_chosen_to_fill_the_gpu() -> None:
+    assert choose_splits(512, 1, 64, 132)[0] == 1  # one tile cannot be split
+    assert choose_splits(10**6, 64, 64, 132)[0] == 1  # full anyway
+    alone = choose_splits(8, 2048, 64, 132)[0]  # one sequence of 128k, 8 KV heads
+    assert 16 <= alone and alone * 8 <= 2 * 264
+    assert choose_splits(8, 16, 64, 132)[0] > 1
+    assert choose_splits(320, 128, 64, 132)[0] > 1  # 1.2 waves would cost 2
+    assert choose_splits(2048, 2048, 64, 132)[0] == 8  # 16k keys each at most
+    for table in DECODE_TABLES.values():
+        for entries in table.values():
+            assert len(entries) == len(BUCKETS)
+            for rows, keys, _, _ in entries:
+                assert min(rows, keys) >= 16 and rows & (rows - 1) == keys & (keys - 1) == 0
+    assert {chip.table for chip in CHIPS.values()} == set(DECODE_TABLES)
+    tiles = [tiles_of_entry((64, 32, 4, 3), rows, False) for rows in (1, 16, 17, 33, 900)]
+    assert [one.block_q for one in tiles] == [16, 16, 32, 64, 64]
+
+
+@triton_only
+def test_a_sample_compiles_ahead_of_time_and_fits() -> None:
+    sample = [
+        ["sm_90", "float16", 128, 4, 16, False],
+        ["sm_80", "bfloat16", 64, 4, 0, True],
+        ["sm_75", "float32", 256, 4, 64, False],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "decode_compiled.py"],
+        input=json.dumps(sample), capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"}, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == len(sample)
+    for (chip, *_), row in zip(sample, rows, strict=True):
+        assert row["shared"] <= CHIPS[chip].shared_kib * 1024, row
+        assert row["spilled"] == 0 or chip == "sm_75", row
+        assert row["mma"] == (chip != "sm_75"), row
+
+
+@pytest.mark.needs_gpu
+def test_the_host_never_waits_and_every_run_gives_the_same_bits() -> None:
+    one = case(3000, 17, 1024, heads_q=8, heads_kv=2, head_dim=128, dtype=f16, page_size=16)
+    inputs = inputs_of(one, "cuda")
+    first = flash_decode(*inputs.contiguous), paged_attention(*inputs.paged)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs = [(flash_decode(*inputs.contiguous), paged_attention(*inputs.paged))
+                for _ in range(50)]  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for run in runs:
+        assert torch.equal(run[0], first[0]) and torch.equal(run[1], first[1])
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seq_q", [1, 8, 64])
+def test_small_integers_are_exact_on_a_gpu(head_dim: int, seq_q: int) -> None:
+    """Scale 0 makes the result a mean: with 2^n ones and twos it has no rounding at all."""
+    for page_size in (16, 64):
+        one = case(256 + seq_q, heads_q=4, heads_kv=1, seq_q=seq_q, head_dim=head_dim,
+                   dtype=f16, page_size=page_size)  # fmt: skip
+        inputs = inputs_of(one, "cuda")
+        values = torch.arange(256 + seq_q, device="cuda") % 2 + 1.0
+        inputs.v_cache[0, :, : 256 + seq_q] = values[None, :, None]
+        for splits in (1, 2, 4):
+            out = flash_decode(
+                *inputs.contiguous, scale=0.0, window_size=(255, 0), num_splits=splits
+            )
+            assert (out == 1.5).all()
+
+
+@pytest.mark.needs_gpu
+def test_under_torch_compile_on_a_gpu() -> None:
+    inputs = inputs_of(case(300, 20, heads_q=4, dtype=f16), "cuda")
+    compiled = torch.compile(lambda *a: (flash_decode(*a), paged_attention(*inputs.paged)),
+                             fullgraph=True)  # fmt: skip
+    out, paged = compiled(*inputs.contiguous)
+    assert torch.equal(out, flash_decode(*inputs.contiguous))
+    assert torch.equal(paged, paged_attention(*inputs.paged))
