@@ -1,8 +1,8 @@
 """Cases for the decode kernels: one cache, laid out both ways, and how a result is judged.
 
-The judge is the accuracy rule of ``flashcourse.measure.accuracy``; the reference is the slow twin in
-float64, which test_flash_decode.py holds against loops over rows. Every slot, page and table entry
-that no sequence uses holds something that would be seen if it were read.
+The judge is the accuracy rule of ``flashcourse.measure.accuracy``; the reference is the slow twin
+in float64, which test_flash_decode.py holds against loops over rows. Every slot, page and entry
+of a table that no sequence uses holds something that would be seen if it were read.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def problems(
         out, lse = function(*arguments, return_lse=True, **case.options)
         wide = (t.double() if t.is_floating_point() else t for t in arguments)
         exact_out, exact_lse = twin(*wide, return_lse=True, **case.options)
-        held = torch.cat([torch.zeros(1, 1, case.head_dim)] +
-                         [k.cpu().reshape(1, -1, case.head_dim) for k, _ in inputs.caches], 1)  # fmt: skip
+        keys = [k.cpu().reshape(1, -1, case.head_dim) for k, _ in inputs.caches]
+        held = torch.cat([torch.zeros(1, 1, case.head_dim), *keys], 1)
         options = {key: value for key, value in case.options.items() if key != "num_splits"}
         largest = exact_out.abs().max().item() if exact_out.numel() else 0.0
         floor = rounding_floor(inputs.q.cpu(), held, options) * largest

@@ -20,7 +20,7 @@ from flashcourse.attention.flash_backward import (
 )
 from flashcourse.attention.flash_forward import flash_forward_kernel
 from flashcourse.attention.flash_machine import check_machine
-from flashcourse.attention.tuning import Kernel, Tiles, bucket_of, forced_tiles, tiles_for
+from flashcourse.attention.tuning import Tiles, bucket_of, forced_tiles, tiles_for
 
 LOG2E = math.log2(math.e)
 INT32_MAX = 2**31 - 1
@@ -46,7 +46,7 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        name: Kernel,
+        name: str,
         tiles: Tiles,
         programs: int,
         numbers: tuple[int | float, ...],
@@ -57,7 +57,7 @@ class Launch:
         self.kernel, self.name, self.tiles = kernel, name, tiles
         self.grid = (programs, 1, 1)
         self.numbers, self.constants = numbers, constants
-        self.tma = bool(constants["TMA"])
+        self.tma = bool(constants.get("TMA"))
         self.compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
@@ -81,12 +81,18 @@ class Launch:
         except OutOfResources as error:
             raise RuntimeError(
                 f"the {self.name} kernel does not fit this GPU with {self.tiles}: {error}. "
-                "Make the tiles smaller: flashcourse.attention.tuning.force_tiles"
-                f"({self.name}=Tiles(block_q, block_k, warps, stages)), or fewer stages; and "
-                "remake the table for this GPU with `python -m flashcourse bench --tune`."
+                f"{self.advice()}"
             ) from error
         if not runtime.interpreting():
             self.compiled = compiled
+
+    def advice(self) -> str:
+        """What to do about tiles that do not fit."""
+        return (
+            "Make the tiles smaller: flashcourse.attention.tuning.force_tiles"
+            f"({self.name}=Tiles(block_q, block_k, warps, stages)), or fewer stages; and "
+            "remake the table for this GPU with `python -m flashcourse bench --tune`."
+        )
 
 
 # Launches by everything that decides them; forgotten all at once when there are this many.

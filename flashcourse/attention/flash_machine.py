@@ -11,14 +11,19 @@ import triton.language as tl
 from flashcourse import runtime
 
 
-def check_machine(like: torch.Tensor) -> None:
-    """Raise ValueError or RuntimeError if Triton cannot compute on a tensor like this one here."""
+def check_machine(like: torch.Tensor, what: str = "flash_attention") -> None:
+    """Raise ValueError or RuntimeError if Triton cannot compute on a tensor like this one here.
+
+    Args:
+        like: the tensor.
+        what: the function that was called, for the message.
+    """
     if runtime.interpreting():
         _check_interpreter()
         return
     if like.device.type != "cuda":
         raise ValueError(
-            f"flash_attention got tensors on {like.device}, and Triton's kernels are compiled for "
+            f"{what} got tensors on {like.device}, and Triton's kernels are compiled for "
             "the GPU of this machine. Move the tensors there with .to('cuda'), or start Python "
             "with TRITON_INTERPRET=1 to run the kernels on the CPU."
         )
