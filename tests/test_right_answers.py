@@ -17,7 +17,7 @@ from flashcourse import runtime
 from flashcourse.grading import all_questions, mark
 
 QUESTIONS = all_questions()
-SEEDS = int(os.environ.get("FLASHCOURSE_SEEDS", "200" if THOROUGH else "20"))
+SEEDS = int(os.environ.get("FLASHCOURSE_SEEDS", "200" if THOROUGH else "60"))
 
 
 def seeds(question_id, share=1):
