@@ -166,7 +166,7 @@ BREAKS: dict[str, tuple[Callable[[Notebook], object], str]] = {
     **{
         f"path {text}": (printed(f"saved to {text}!"), "a path of one machine")
         for text in (
-            *("/home/ada/course/x", "/root/.cache/a", "/work/main/x.py", "/tmp/tmp1/k.py"),
+            *("/home/ada/course/x", "/root/.cache/a", "/content/course/x.py", "/tmp/tmp1/k.py"),
             *("/Users/ada/x", "'/content/x'", r"C:\Users\ada", "file:///home/ada/x"),
         )
     },
