@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashcourse.attention.arguments import (
@@ -15,6 +17,11 @@ from flashcourse.attention.arguments import (
 from flashcourse.attention.decode_tuning import MOST_SPLITS
 
 MAX_PAGE_SIZE = 256
+
+# Calls on a GPU that passed, by all that is checked of them: asking again would cost 10 µs a call,
+# which is as long as a short sequence takes.
+_passed: set[tuple[Any, ...]] = set()
+MOST_PASSED = 4096
 
 
 def check_decode(
@@ -30,6 +37,9 @@ def check_decode(
         TypeError: an argument is not a tensor, or its dtype is not allowed.
         ValueError: shapes, dtypes, devices or (on a CPU) lengths do not fit together.
     """
+    signature = _signature(dtypes, q, k_cache, v_cache, cache_seqlens)
+    if signature in _passed:
+        return
     layout = "(batch, heads_kv, capacity, head_dim)"
     _check_tensors(q, k_cache, v_cache, "k_cache", "v_cache", layout, dtypes)
     check_same("batch size", q=q.shape[0], k_cache=k_cache.shape[0], v_cache=v_cache.shape[0])
@@ -37,6 +47,7 @@ def check_decode(
     check_same("capacity", k_cache=k_cache.shape[2], v_cache=v_cache.shape[2])
     check_heads(q.shape[1], k_cache.shape[1])
     _check_lengths(q, cache_seqlens, k_cache.shape[2], "the capacity of k_cache")
+    _pass(signature)
 
 
 def check_paged(
@@ -53,6 +64,9 @@ def check_paged(
         TypeError: an argument is not a tensor, or its dtype is not allowed.
         ValueError: shapes, dtypes, devices or (on a CPU) lengths and pages do not fit together.
     """
+    signature = _signature(dtypes, q, k_pages, v_pages, block_table, cache_seqlens)
+    if signature in _passed:
+        return
     layout = "(num_pages, page_size, heads_kv, head_dim)"
     _check_tensors(q, k_pages, v_pages, "k_pages", "v_pages", layout, dtypes)
     check_same("number of pages", k_pages=k_pages.shape[0], v_pages=v_pages.shape[0])
@@ -82,6 +96,7 @@ def check_paged(
                         f"block_table[{sequence}, {column}] is {page}, but sequence {sequence} of "
                         f"length {length} uses that entry; pages are 0 to {num_pages - 1}"
                     )
+    _pass(signature)
 
 
 def resolve_decode_options(
@@ -119,6 +134,25 @@ def check_no_gradient(what: str, **tensors: torch.Tensor) -> None:
             f"{'s' if len(wanting) == 1 else ''} one. Call it under torch.no_grad(), or train "
             "with flash_attention."
         )
+
+
+def _signature(dtypes: tuple[torch.dtype, ...], *tensors: object) -> tuple[Any, ...] | None:
+    """All that is checked of a call, or None where values are checked too or types are unusual."""
+    if torch.compiler.is_compiling():
+        return None
+    parts: list[Any] = [dtypes]
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.device.type == "cpu":
+            return None
+        parts += (tensor.shape, tensor.dtype, tensor.device)
+    return tuple(parts)
+
+
+def _pass(signature: tuple[Any, ...] | None) -> None:
+    if signature is not None:
+        if len(_passed) >= MOST_PASSED:
+            _passed.clear()
+        _passed.add(signature)
 
 
 def _check_tensors(
