@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from flashcourse import runtime
 from flashcourse.attention import flash_attention, naive_attention
 from flashcourse.measure import Backend, which_backend, why_not
 from flashcourse.measure.backend import classify
-from flashcourse.measure.why_not import BACKENDS, explain
+from flashcourse.measure.why_not import BACKENDS, _hearing, explain
 
 Call = Callable[[], Any]
 
@@ -304,3 +306,20 @@ class TestOnTheGpu:
         assert reason in verdict.reason, verdict.messages
         with pytest.raises(RuntimeError):
             sdpa(SDPBackend.FLASH_ATTENTION, qkv, False, **options)()
+
+
+def test_reasons_below_python_are_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    """On CUDA PyTorch writes its reasons to the process's standard error."""
+    with _hearing() as messages:
+        os.write(
+            2,
+            b"[W1130 17:42:31.0 sdp_utils_cpp.h:262] Warning: Flash Attention does not support "
+            b"non-null attn_mask. (function check_for_attn_mask)\nsomething else\n",
+        )
+        warnings.warn("Flash attention has been runtime disabled.", stacklevel=1)
+    assert messages == [
+        "Flash attention has been runtime disabled.",
+        "Flash Attention does not support non-null attn_mask.",
+    ]
+    assert explain(tuple(messages[1:]))[0] == "it takes no attn_mask"
+    assert capfd.readouterr().err == "something else\n"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -236,16 +240,14 @@ def _ask_cuda(name: str, call: _Call) -> tuple[bool, tuple[str, ...]]:
     parameters = torch.backends.cuda.SDPAParams(
         call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal, call.enable_gqa
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _hearing() as messages:
         allowed = _CAN_USE[name](parameters, True)
-    return allowed, tuple(_clean(str(warning.message)) for warning in caught)
+    return allowed, tuple(messages)
 
 
 def _ask_dispatcher(call: _Call) -> tuple[int, tuple[str, ...]]:
     """The number of the backend SDPA would take (-1: none), and what it warned meanwhile."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _hearing() as messages:
         try:
             number = torch._fused_sdp_choice(
                 call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
@@ -256,10 +258,41 @@ def _ask_dispatcher(call: _Call) -> tuple[int, tuple[str, ...]]:
             if "iable backend" not in str(error) and "vailable kernel" not in str(error):
                 raise ValueError(f"SDPA does not take these arguments: {error}") from error
             number = -1
-    messages = (_clean(str(warning.message)) for warning in caught)
     return int(number), tuple(m for m in messages if not NOISE.search(m))
+
+
+@contextmanager
+def _hearing() -> Iterator[list[str]]:
+    """Collect what PyTorch warns meanwhile.
+
+    Some of its functions warn through Python. Others, the ``can_use_*`` of CUDA among them, write
+    to the process's standard error, below ``sys.stderr``. What stands there and is no warning of
+    PyTorch's is passed on.
+    """
+    messages: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        os.dup2(file.fileno(), 2)
+        try:
+            yield messages
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            written = file.read()
+    messages += [_clean(str(warning.message)) for warning in caught]
+    for line in written.decode(errors="replace").splitlines():
+        warned = re.match(r"\[W[^\]]*\] Warning: (.*)", line)
+        if warned:
+            messages.append(_clean(warned[1]))
+        else:
+            print(line, file=sys.stderr)
 
 
 def _clean(message: str) -> str:
     """Without the place in PyTorch's source that is appended to a warning."""
-    return re.sub(r"\s*\(Triggered internally at .*\)\s*$", "", message).strip()
+    message = re.sub(r"\s*\(Triggered internally at .*\)\s*$", "", message)
+    return re.sub(r"\s*\(function \w+\)\s*$", "", message).strip()
