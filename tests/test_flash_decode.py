@@ -230,34 +230,52 @@ def test_infinite_and_nan_values_in_use_spread_as_in_the_twin() -> None:
                 assert torch.equal(ours.isnan(), naive_decode(*inputs.contiguous).isnan())
 
 
+def spread(store: torch.Tensor, tensor: torch.Tensor, dimension: int, start: int) -> torch.Tensor:
+    """The same values, whose last index along a dimension lies 2^31 elements from the first."""
+    strides, step = [1, 1, 1, 1], 1
+    for i in (i for i in reversed(range(4)) if i != dimension):
+        strides[i] = step
+        step *= tensor.shape[i]
+    strides[dimension] = (2**31 + 2**20) // (tensor.shape[dimension] - 1)
+    view = store.as_strided(tensor.shape, strides, start)
+    return view.copy_(tensor)
+
+
 @triton_only
-def test_addresses_past_two_to_the_31() -> None:
+@pytest.mark.parametrize("page_size", [5, 32])  # a page for each key, and one for a whole tile
+def test_addresses_past_two_to_the_31(page_size: int) -> None:
     """A page's number times its stride, a sequence's, a slot's and a column's."""
     store = torch.empty(2**31 + 2**30, dtype=f16, device=HERE)  # untouched pages cost nothing
-    inputs = inputs_of(case(10, 6, dtype=f16, head_dim=8, page_size=2, slack=0), HERE)
+    for seed in range(100):
+        one = case(10, 6, dtype=f16, head_dim=8, page_size=page_size, slack=0, seed=seed)
+        inputs = inputs_of(one, HERE)
+        last_page = inputs.k_pages.shape[0] - 1
+        if (inputs.block_table[:, : -(-6 // page_size)] == last_page).any():
+            break
+    else:
+        pytest.fail("no case uses the last page")
     expected = flash_decode(*inputs.contiguous)
+    for function, (q, k, v, *places) in (
+        (flash_decode, inputs.contiguous),
+        (paged_attention, inputs.paged),
+    ):
+        for dimension in range(4):
+            wide = (spread(store, t, dimension, 2**16 * n) for n, t in enumerate((k, v)))
+            out = function(q, *wide, *places)
+            assert torch.equal(out, expected), (function.__name__, dimension)
 
-    def spread(tensor: torch.Tensor, dimension: int, start: int) -> torch.Tensor:
-        """The same values, whose last index along a dimension lies 2^31 elements away."""
-        strides = [1, 1, 1, 1]
-        others = [i for i in reversed(range(4)) if i != dimension]
-        step = 1
-        for i in others:
-            strides[i] = step
-            step *= tensor.shape[i]
-        strides[dimension] = (2**31 + 2**20) // (tensor.shape[dimension] - 1)
-        view = store.as_strided(tensor.shape, strides, start)
-        view.copy_(tensor)
-        return view
 
-    q, k, v, lengths = inputs.contiguous
-    for dimension in (0, 1, 2, 3):
-        wide = (spread(t, dimension, 4096 * (n + 1)) for n, t in enumerate((k, v)))
-        assert torch.equal(flash_decode(q, *wide, lengths), expected), dimension
+@triton_only
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+def test_no_table_entry_past_the_last_page_is_read(page_size: int) -> None:
+    """The next entry would lie 2^45 elements on, where there is no memory: reading it crashes."""
+    one = case(page_size, page_size=page_size, slack=0)
+    inputs = inputs_of(one, HERE)
     q, k, v, table, lengths = inputs.paged
-    for dimension in (0, 1, 2, 3):
-        wide = (spread(t, dimension, 4096 * (n + 1)) for n, t in enumerate((k, v)))
-        assert torch.equal(paged_attention(q, *wide, table, lengths), expected), dimension
+    lonely = table[:, :1].clone().as_strided((1, 1), (1, 2**45))
+    for splits in (1, 2):
+        out = paged_attention(q, k, v, lonely, lengths, num_splits=splits)
+        assert torch.equal(out, paged_attention(q, k, v, table, lengths, num_splits=splits))
 
 
 @triton_only
