@@ -34,7 +34,16 @@ def run_nbval(folder: Path, cell_seconds: float, **notebooks: list[tuple[str, ..
     for name, cells in notebooks.items():
         notebook = new_notebook(cells=[cell(c[0], n, *c[1:]) for n, c in enumerate(cells)])
         nbformat.write(notebook, folder / f"{name}.ipynb")
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-n0", "-rA", "-v"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-n0",
+        "-rA",
+        "-v",
+    ]
     command += ["-p", "plugins.nbval_guard", "-p", "no:cacheprovider", "--color=no"]
     command += ["--rootdir", str(folder), f"--nbval-cell-timeout={cell_seconds}", str(folder)]
     started = time.monotonic()

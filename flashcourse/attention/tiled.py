@@ -37,8 +37,17 @@ def tiled_attention(
     keeps only out and lse from the forward and recomputes the rest.
 
     Args:
+        q: ``(batch, heads_q, seq_q, head_dim)``, float16, bfloat16, float32 or float64.
+        k, v: ``(batch, heads_kv, seq_k, head_dim)``, the same dtype.
         block_q, block_k: rows and columns of a tile, 1 or more.
         (the others): see :func:`flashcourse.attention.naive.naive_attention`.
+
+    Returns:
+        out with q's shape and dtype; with ``return_lse`` also lse, ``(batch, heads_q, seq_q)``,
+        float32 (float64 for float64 inputs), natural logarithm. Both are differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it must be; the message says which.
     """
     check_dense(q, k, v, DTYPES)
     options = resolve_options(

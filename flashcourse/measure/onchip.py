@@ -200,7 +200,7 @@ class OnChip(TorchDispatchMode):
                 *((t.nbytes, describe(tuple(t.shape), t.dtype)) for t in tiles[:4]),
             ]
         )
-        more = f" and {len(tiles) - 4} smaller ones" if len(tiles) > 4 else ""
+        more = f" and {len(tiles) - 4} more" if len(tiles) > 4 else ""
         return (
             f"this kernel holds {len(tiles) + 1} tiles at once, {readable_bytes(held)} in all: "
             f"{listed}{more}; {limit}. Use smaller blocks, or let go of tiles you have used (del)"
