@@ -363,7 +363,7 @@ def test_every_command_in_the_documents_is_real(name: str, command: str) -> None
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1:] == [] or words[1] in targets
         for word in words[2:]:
-            assert word.split("=")[0] in ("ARGS", "PYTHON") or command.count('"') == 2
+            assert word.split("=")[0] in ("ARGS", "PYTHON", "THOROUGH") or command.count('"') == 2
     elif words[:3] == ["python", "-m", "flashcourse"]:
         commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
         assert words[3] in commands
