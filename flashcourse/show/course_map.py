@@ -83,7 +83,7 @@ def draw_course_map(
     for row, lesson in enumerate(lessons):
         colour = PARTS[lesson.part]
         filled = here is None or lesson.name in here
-        text = "white" if filled else colour
+        text = _on(colour) if filled else colour
         _box(axis, 0.0, row, 2.6, lesson.name, colour, filled, text)
         axis.text(2.75, row, lesson.question, va="center", color=BLACK if filled else GREY)
         if row + 1 < len(lessons):
@@ -99,7 +99,7 @@ def draw_course_map(
             )
             number = lesson.lab.split()[1]
             filled = here is None or any(name.startswith(f"lab{number}_") for name in here)
-            text = "white" if filled else colour
+            text = _on(colour) if filled else colour
             _box(axis, 7.05, row, 1.75, lesson.lab, colour, filled, text)
     patches = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=len(PARTS))
@@ -125,3 +125,8 @@ def _box(
         )
     )
     axis.text(x + width / 2, row, text, ha="center", va="center", color=colour, fontsize=9)
+
+
+def _on(colour: str) -> str:
+    """A text colour that can be read on a box of this colour."""
+    return BLACK if colour == ORANGE else "white"
