@@ -165,7 +165,7 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not os.path.isdir("/proc/self"), reason="not verified: processes are not listed"
+    not os.path.isdir("/proc/self"), reason="not verified on this machine: processes are not listed"
 )
 def test_killed_without_a_word_nothing_survives_it(tmp_path: Path) -> None:
     process = start(tmp_path)

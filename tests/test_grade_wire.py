@@ -203,7 +203,9 @@ print(json.dumps(report))
 """
 
 
-@pytest.mark.skipif(confine.landlock_version() < 1, reason="not verified: no Landlock here")
+@pytest.mark.skipif(
+    confine.landlock_version() < 1, reason="not verified on this machine: no Landlock"
+)
 def test_landlock_leaves_what_was_named_and_nothing_else(tmp_path: Path):
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     for folder in (inside, outside):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,6 +54,24 @@ def lesson() -> nbformat.NotebookNode:
     stamped = stamp(new_notebook(cells=cells), SETTINGS)
     stamped.cells[0].execution_count = 1
     return stamped
+
+
+def dead_links(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
+    """The links of a notebook's text to files that are not there."""
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    targets = re.findall(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)", "\n".join(texts))
+    return [t for t in targets if "://" not in t and not (folder / t).exists()]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_its_links_lead_somewhere(path: Path) -> None:
+    assert dead_links(read_notebook(path), path.parent) == []
+
+
+def test_a_dead_link_is_seen() -> None:
+    text = "[one](99_nowhere.ipynb), [two](../README.md), [three](https://example.org/x)"
+    notebook = new_notebook(cells=[new_markdown_cell(text, id="links")])
+    assert dead_links(notebook, ROOT / LESSONS) == ["99_nowhere.ipynb"]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.relative_to(ROOT).as_posix())
