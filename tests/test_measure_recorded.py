@@ -41,3 +41,21 @@ def test_a_record_keeps_its_origin(folder, monkeypatch):
 def test_a_missing_record_says_so(folder):
     with pytest.raises(FileNotFoundError, match="no record 'speed'; there are: none"):
         recorded.load_record("speed")
+
+
+def test_a_lesson_measures_on_a_gpu_and_reads_the_record_elsewhere(folder, monkeypatch, capsys):
+    never = lambda: pytest.fail("measured without a GPU")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert recorded.measured_or_recorded("times", never, "a test") is None
+    assert "no record" in capsys.readouterr().out
+
+    monkeypatch.setenv(recorded.RECORD_VARIABLE, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    here = recorded.measured_or_recorded("times", lambda: {8: 1.5}, "a test")
+    assert here == {"8": 1.5}, "the keys a learner without a GPU will see"
+    assert "measured here, on a GPU" in capsys.readouterr().out
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert recorded.measured_or_recorded("times", never, "a test") == here
+    assert "recorded on a GPU" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,30 @@ def describe_record(content: dict[str, Any]) -> str:
         f"recorded on {where['device']} on {content['date']} by {content['made_by']} "
         f"(torch {where['torch']}, Triton {where['triton']})"
     )
+
+
+def measured_or_recorded(name: str, measure: Callable[[], Any], made_by: str) -> Any:
+    """Results measured here on a GPU, else those of the committed record, else None.
+
+    It prints which of the three it is, so that no number stands without its machine.
+
+    Args:
+        name: of the record.
+        measure: called on a GPU; returns plain numbers, strings, lists and dictionaries.
+        made_by: the lesson, as the record names it.
+
+    Returns:
+        The results as JSON keeps them on either way: keys of dictionaries are strings.
+    """
+    if torch.cuda.is_available():
+        results = json.loads(json.dumps(measure(), allow_nan=False))
+        record(name, results, made_by)
+        print(f"measured here, on {torch.cuda.get_device_name()}:")
+        return results
+    try:
+        kept = load_record(name)
+    except FileNotFoundError:
+        print("This needs a GPU, and no record made on one has been committed yet.")
+        return None
+    print(describe_record(kept) + ":")
+    return kept["results"]
