@@ -1,9 +1,9 @@
 """The process in which answers run: ``python -m flashcourse.grading.child``.
 
 It is told the cells to define and the inputs to use, and returns what came out. It never holds an
-expected value, a seed or a verdict. Frames (see :mod:`flashcourse.grading.wire`) come in on what
-was its standard input and leave on what was its standard output; whatever an answer prints goes
-to standard error.
+expected value, a seed, a verdict or a clock that counts. Frames (see
+:mod:`flashcourse.grading.wire`) come in on what was its standard input and leave on what was its
+standard output; whatever an answer prints goes to standard error.
 
 With ``--fork`` it stays clean itself and forks a process for every question: torch is imported
 once. That is for machines without a GPU: a process that has touched CUDA cannot be forked.
@@ -11,6 +11,7 @@ once. That is for machines without a GPU: a process that has touched CUDA cannot
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -153,6 +154,9 @@ class Workbench:
         self.module = types.ModuleType("lab")
         sys.modules["lab"] = self.module
         self.answer: Any = None
+        self.race: Any = None  # what a race is about, its inputs, and the outputs of a lap
+        self.inputs: tuple[Any, ...] = ()
+        self.outputs: list[Any] = []
 
     def serve(self) -> None:
         """Answer requests until the question is done."""
@@ -162,8 +166,10 @@ class Workbench:
                 return
             if message["op"] == "define":
                 self._define(message["cells"], message["answer"])
-            else:
+            elif message["op"] == "ask":
                 self._ask(message, values)
+            else:
+                self._take_part(message, values)
 
     def _receive(self) -> tuple[dict[str, Any], dict[str, Any]]:
         from flashcourse.grading.wire import PREFIX, frame_sizes, unpack
@@ -194,11 +200,11 @@ class Workbench:
 
     def _ask(self, message: dict[str, Any], values: dict[str, Any]) -> None:
         from flashcourse.grading.observe import observe
-        from flashcourse.grading.question import Case
-        from flashcourse.grading.registry import find_question
-        from flashcourse.grading.wire import WireError, pack
+        from flashcourse.grading.question import Case, call_plainly
 
-        check = find_question(message["question"]).checks[message["check"]]
+        check = _check_of(message)
+        if check.race is not None:  # ``call`` would measure the time in here
+            check = dataclasses.replace(check, call=call_plainly)
         case = Case("", values["args"], values["kwargs"])
         _send(self.outgoing, {"kind": "ready"}, {})
         self._receive()  # "go": the grader's clock runs from here
@@ -215,12 +221,54 @@ class Workbench:
             "threads": seen.threads,
             "launches": [[launch.kernel, launch.own, launch.tensors] for launch in seen.launches],
         }
+        self._report(report, {"output": seen.output})
+
+    def _take_part(self, message: dict[str, Any], values: dict[str, Any]) -> None:
+        """A step of a race; the clock is the grader's."""
+        if message["op"] == "lap":
+            self._lap(values["changes"])
+        elif message["op"] == "show":
+            self._report({"kind": "shown"}, {"output": self.outputs[message["run"]]})
+        elif message["op"] == "line up":
+            self.race, self.inputs = _check_of(message).race, values["args"]
+            _send(self.outgoing, {"kind": "lined up"}, {})
+        else:
+            self.answer = _check_of(message).race.opponent
+            _send(self.outgoing, {"kind": "defined"}, {})
+
+    def _lap(self, changes: Any) -> None:
+        import torch
+
+        from flashcourse.grading.observe import describe_error
+
+        self.outputs = []
+        report, digests = {"kind": "lap", "error": ""}, None
         try:
-            frame = pack(report, {"output": seen.output}, strict=False)
+            made = []
+            for change in changes:
+                output = self.answer(*self.race.vary(self.inputs, change))
+                self.outputs.append(output)
+                made.append(self.race.digest(output))
+            digests = torch.stack(made) if made else None
+        except BaseException as error:
+            report["error"] = describe_error(error)[:2000]
+        self._report(report, {"digests": digests})
+
+    def _report(self, report: dict[str, Any], values: dict[str, Any]) -> None:
+        from flashcourse.grading.wire import WireError, pack
+
+        try:
+            frame = pack(report, values, strict=False)
         except WireError as error:
             report["error"] = f"an output that is too large to be taken: {error}"
-            frame = pack(report, {"output": None})
+            frame = pack(report, dict.fromkeys(values))
         _write(self.outgoing, frame)
+
+
+def _check_of(message: dict[str, Any]) -> Any:
+    from flashcourse.grading.registry import find_question
+
+    return find_question(message["question"]).checks[message["check"]]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from flashcourse import runtime
 from flashcourse.course.files import notebook_text
 from flashcourse.grading.assemble import Answers, Lab, pristine_copy
+from flashcourse.grading.gate import Gate
 from flashcourse.grading.limits import (
     PACKAGE,
     Limits,
@@ -27,6 +28,7 @@ from flashcourse.grading.limits import (
     end_all,
     environment,
     memory_of,
+    paused,
 )
 
 MAX_REPORT = 8 * 2**20
@@ -51,9 +53,13 @@ class Document:
 
 
 def run_document(
-    lab: Lab, answers: Answers, sandbox: Sandbox, limits: Limits, folder: Path
+    lab: Lab, answers: Answers, sandbox: Sandbox, limits: Limits, folder: Path, gate: Gate
 ) -> Document:
-    """Run a lab with a learner's answers in it, shut in like the answers themselves."""
+    """Run a lab with a learner's answers in it, shut in like the answers themselves.
+
+    Args:
+        gate: the notebook stands still while somebody else's answer is timed on the same GPU.
+    """
     if importlib.util.find_spec("nbval") is None:
         fix = "python -m pip install -e '.[lecturer]'"
         return Document("not run", reason=f"nbval is not installed: {fix}")
@@ -75,13 +81,16 @@ def run_document(
         variables["PYTHONPATH"] += f":{place}"
     program.append(str(notebook))
     words = command_line(sandbox, limits, folder, program, gpu=runtime.has_gpu())
-    ended = _run(words, folder, variables, limits)
+    with gate.shared():
+        ended = _run(words, folder, variables, limits, gate)
     if ended:
         return Document("timeout" if "seconds" in ended else "errors", reason=ended)
     return _read_report(report, copy)
 
 
-def _run(words: list[str], folder: Path, variables: dict[str, str], limits: Limits) -> str:
+def _run(
+    words: list[str], folder: Path, variables: dict[str, str], limits: Limits, gate: Gate
+) -> str:
     """Run to the end; the reason if it had to be ended."""
     process = subprocess.Popen(
         words,
@@ -106,6 +115,11 @@ def _run(words: list[str], folder: Path, variables: dict[str, str], limits: Limi
                 return f"it started more than {limits.processes} processes"
             if memory_of(family) > limits.memory:
                 return "it used too much memory"
+            if gate.wanted():
+                stopped = time.monotonic()
+                with paused(process):
+                    gate.give_way()
+                deadline += time.monotonic() - stopped
     finally:
         end_all(process)
 

@@ -13,6 +13,7 @@ import site
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,6 +264,25 @@ def memory_of(pids: list[int]) -> int:
     return total
 
 
+@contextlib.contextmanager
+def paused(process: subprocess.Popen) -> Iterator[None]:
+    """Let a process and everything that came of it stand still meanwhile."""
+    known: set[int] = set()
+    while new := {process.pid, *descendants(process.pid)} - known:
+        known |= new
+        _signal(new, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(known, signal.SIGCONT)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def end_all(process: subprocess.Popen, patience: float = 10.0) -> None:
     """End a process that has a session of its own, and everything that came of it.
 
@@ -273,9 +293,7 @@ def end_all(process: subprocess.Popen, patience: float = 10.0) -> None:
     while time.monotonic() < deadline:
         family = descendants(process.pid)
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in family:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+            _signal(family, number)
         if not family:
             break
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 import traceback
@@ -16,9 +17,12 @@ import torch
 
 from flashcourse.grading.assemble import Answers, Asked, Lab, cells_to_run, find_answers
 from flashcourse.grading.document import Document, run_document
+from flashcourse.grading.gate import Gate
 from flashcourse.grading.limits import Limits, Sandbox, SandboxError
 from flashcourse.grading.mark import mark_observed
 from flashcourse.grading.process import StartFailed, Stopped, Workshop
+from flashcourse.grading.question import Case, Check, Observation, Question
+from flashcourse.grading.race import run_race
 from flashcourse.grading.registry import find_question
 from flashcourse.grading.submissions import Submission
 from flashcourse.grading.verdict import Verdict
@@ -120,6 +124,7 @@ def mark_submission(
     settings: Settings,
     folder: Path,
     *,
+    rivals: Rivals | None = None,
     done: Mapping[str, Outcome] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda text: None,
     report: Callable[[Outcome], None] = lambda outcome: None,
@@ -128,6 +133,7 @@ def mark_submission(
 
     Args:
         folder: an empty folder for what the answers write.
+        rivals: what answers are timed against, kept from submission to submission.
         done: the questions marked before, in a process that is no more.
         progress: told the question at work.
         report: given every outcome as soon as it is there.
@@ -143,21 +149,25 @@ def mark_submission(
         return marks
     answers = find_answers(submission, lab)
     marks.notes = answers.notes
-    with Workshop(folder, settings.sandbox, settings.limits) as workshop:
+    gate = Gate(settings.gate)
+    with contextlib.ExitStack() as stack:
+        workshop = stack.enter_context(Workshop(folder, settings.sandbox, settings.limits, gate))
+        if rivals is None:
+            rivals = stack.enter_context(Rivals(folder / "rivals", settings))
         for asked in lab.asked:
             if asked.question in done:
                 marks.outcomes.append(done[asked.question])
                 continue
             progress(asked.question)
             started = time.monotonic()
-            outcome = _mark_question(lab, asked, answers, settings, workshop)
+            outcome = _mark_question(lab, asked, answers, settings, workshop, rivals)
             outcome.seconds = round(time.monotonic() - started, 3)
             marks.outcomes.append(outcome)
             report(outcome)
             _check_gpu()
     if settings.document:
         progress("the notebook as a document")
-        marks.document = run_document(lab, answers, settings.sandbox, settings.limits, folder)
+        marks.document = run_document(lab, answers, settings.sandbox, settings.limits, folder, gate)
     return marks
 
 
@@ -170,23 +180,28 @@ def _check_gpu() -> None:
 
 
 def _mark_question(
-    lab: Lab, asked: Asked, answers: Answers, settings: Settings, workshop: Workshop
+    lab: Lab,
+    asked: Asked,
+    answers: Answers,
+    settings: Settings,
+    workshop: Workshop,
+    rivals: Rivals,
 ) -> Outcome:
     if asked.cell not in answers.sources:
         reason = "the answer cell is missing or was left as it was given out"
         return Outcome(asked.question, "missing", 0.0, asked.points, reason)
     try:
         question = find_question(asked.question)
-        with _gate(settings.gate, alone=question.alone):
-            unverified = question.needs() if question.needs else ""
-            if unverified:
-                return Outcome(asked.question, "not_verified", None, asked.points, unverified)
+        unverified = question.needs() if question.needs else ""
+        if unverified:
+            return Outcome(asked.question, "not_verified", None, asked.points, unverified)
+        with workshop.gate.shared():
             workshop.define(cells_to_run(lab, asked, answers), asked.expression)
-            verdict = mark_observed(
-                question,
-                lambda check, case: workshop.observe(question, check, case),
-                question_seed(settings.seed, question.id),
-            )
+        verdict = mark_observed(
+            question,
+            lambda check, case: _look(question, check, case, workshop, rivals),
+            question_seed(settings.seed, question.id),
+        )
         return _from_verdict(verdict, asked)
     except Stopped as end:
         return Outcome(asked.question, end.status, 0.0, asked.points, end.reason)
@@ -223,14 +238,55 @@ def _from_verdict(verdict: Verdict, asked: Asked) -> Outcome:
     )
 
 
-@contextmanager
-def _gate(path: Path | None, *, alone: bool) -> Iterator[None]:
-    """Let many questions run at once, but one that measures time only by itself."""
-    if path is None:
-        yield
-        return
-    import fcntl
+def _look(
+    question: Question, check: Check, case: Case, workshop: Workshop, rivals: Rivals
+) -> Observation:
+    with workshop.gate.shared():
+        seen = workshop.observe(question, check, case)
+    if check.race is None or seen.error:
+        return seen
+    with rivals.at(question, check, workshop.gate) as opponent:
+        return run_race(question, check, case, seen, workshop, opponent, workshop.gate)
 
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
+
+class Rivals:
+    """Processes for the opponents of races; no learner's code is ever loaded there."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self._kept: dict[tuple[str, str], _Rival] = {}
+
+    def __enter__(self) -> Rivals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rival in self._kept.values():
+            rival.close()
+        self._kept.clear()
+
+    @contextmanager
+    def at(self, question: Question, check: Check, gate: Gate) -> Iterator[_Rival]:
+        """The opponent of a check, started on the first call; a failed one is replaced."""
+        key = question.id, check.name
+        rival = self._kept.pop(key, None)
+        if rival is None:
+            folder = self.folder / str(len(self._kept))
+            rival = _Rival(folder, self.settings.sandbox, self.settings.limits, gate)
+            with gate.shared():
+                rival.oppose(question, check)
+        rival.gate = gate
+        try:
+            yield rival
+        finally:
+            if rival.alive():
+                self._kept[key] = rival
+
+
+class _Rival(Workshop):
+    """A process whose end is the grader's fault, not the answer's."""
+
+    def _receive(self, ended_is_fine: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            return super()._receive(ended_is_fine)
+        except Stopped as end:
+            raise StartFailed(f"the process that is timed beside answers: {end.reason}") from end

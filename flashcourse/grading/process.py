@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -13,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flashcourse import runtime
 from flashcourse.grading.confine import FAILED
-from flashcourse.grading.launches import Launch
+from flashcourse.grading.gate import Gate
 from flashcourse.grading.limits import (
     Limits,
     Sandbox,
@@ -25,9 +26,11 @@ from flashcourse.grading.limits import (
     end_all,
     environment,
     memory_of,
+    paused,
 )
 from flashcourse.grading.observe import CELL_FOLDER
 from flashcourse.grading.question import Case, Check, Observation, Question
+from flashcourse.grading.replies import how_it_ended, observation, status_of, text_of
 from flashcourse.grading.wire import PREFIX, WireError, frame_sizes, pack, unpack
 
 STEP = 0.1  # seconds between two looks at memory and processes
@@ -65,7 +68,10 @@ class Workshop:
     there is a GPU or a lecturer's command, started anew.
     """
 
-    def __init__(self, folder: Path, sandbox: Sandbox, limits: Limits) -> None:
+    def __init__(
+        self, folder: Path, sandbox: Sandbox, limits: Limits, gate: Gate | None = None
+    ) -> None:
+        self.gate = gate or Gate(None)
         self.folder, self.sandbox, self.limits = folder.resolve(), sandbox, limits
         self.gpu = runtime.has_gpu()
         self.forks = not self.gpu and sandbox.kind != "command" and hasattr(os, "fork")
@@ -103,8 +109,8 @@ class Workshop:
             if message.get("kind") == "defined":
                 return
             if message.get("kind") == "undefined":
-                error = _text(message.get("error"))
-                raise Stopped(_status_of(error), f"the answer cell raised {error}")
+                error = text_of(message.get("error"))
+                raise Stopped(status_of(error), f"the answer cell raised {error}")
             if message.get("kind") != "defining":
                 raise self._nonsense()
 
@@ -114,33 +120,77 @@ class Workshop:
         Raises:
             Stopped: its process ended, or was ended because it used too much.
         """
-        number = question.checks.index(check)
-        ask = {"op": "ask", "question": question.id, "check": number}
-        self._send(ask, {"args": case.args, "kwargs": case.kwargs})
-        if self._receive()[0].get("kind") != "ready":
+        message, _ = self._exchange(
+            "ask", {"args": case.args, "kwargs": case.kwargs}, **_number_of(question, check)
+        )
+        if message.get("kind") != "ready":
             raise self._nonsense()
         started = time.perf_counter()
-        self._send({"op": "go"}, {})
-        message, values = self._receive()
+        message, values = self._exchange("go")
         seconds = time.perf_counter() - started
-        if message.get("kind") != "observation":
+        error = self._error_in(message, "observation")
+        return observation(message, values, error, seconds)
+
+    # What a race needs
+
+    def oppose(self, question: Question, check: Check) -> None:
+        """Begin with the opponent of a check's race as the answer, instead of a learner's cells."""
+        self.left = self.limits.seconds
+        message, _ = self._exchange("oppose", **_number_of(question, check))
+        if message.get("kind") != "defined":
             raise self._nonsense()
-        error = _text(message.get("error"))
-        if _status_of(error) != "failed":
-            raise Stopped(_status_of(error), f"your answer raised {error}")
-        return Observation(
-            output=values.get("output"),
-            error=error,
-            changed_inputs=_texts(message.get("changed_inputs")),
-            largest_shape=_numbers(message.get("largest_shape")),
-            largest_numel=_number(message.get("largest_numel")),
-            live_numel=_number(message.get("live_numel")),
-            operators=frozenset(_texts(message.get("operators"))),
-            library_calls=frozenset(_texts(message.get("library_calls"))),
-            threads=message.get("threads") is True,
-            launches=_launches(message.get("launches")),
-            seconds=seconds,
-        )
+
+    def line_up(self, question: Question, check: Check, case: Case) -> None:
+        """Hand over the inputs of a race, ahead of the measurements."""
+        self.left = max(self.left, self.limits.seconds)
+        message, _ = self._exchange("line up", {"args": case.args}, **_number_of(question, check))
+        if message.get("kind") != "lined up":
+            raise self._nonsense()
+
+    def lap(self, changes: torch.Tensor) -> tuple[float, Any, str]:
+        """Run the answer once for each change: seconds, the digests, and an error or "".
+
+        The seconds pass from the first byte of the changes that is sent until the last byte of
+        the digests has come.
+
+        Raises:
+            Stopped: its process ended, or was ended because it used too much.
+        """
+        started = time.perf_counter()
+        message, values = self._exchange("lap", {"changes": changes})
+        seconds = time.perf_counter() - started
+        error = self._error_in(message, "lap")
+        return seconds, values.get("digests"), error
+
+    def show(self, run: int) -> Any:
+        """The output of one run of the last lap."""
+        message, values = self._exchange("show", run=run)
+        if message.get("kind") != "shown":
+            raise self._nonsense()
+        return values.get("output")
+
+    def _exchange(
+        self, op: str, values: dict[str, Any] | None = None, **words: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._send({"op": op, **words}, values or {})
+        return self._receive()
+
+    def _error_in(self, message: dict[str, Any], kind: str) -> str:
+        """What the answer raised, in a reply of this kind; an empty string if nothing.
+
+        Raises:
+            Stopped: it is another reply, or an error that means more than a failed check.
+        """
+        if message.get("kind") != kind:
+            raise self._nonsense()
+        error = text_of(message.get("error"))
+        if status_of(error) != "failed":
+            raise Stopped(status_of(error), f"your answer raised {error}")
+        return error
+
+    def alive(self) -> bool:
+        """True while the process is there."""
+        return self._line is not None and self._line.process.poll() is None
 
     def finish(self) -> None:
         """End a question's process; the next question gets a fresh one."""
@@ -241,7 +291,7 @@ class Workshop:
             status = message.get("status")
             # The line's own process said so, or the answer in its name: either way it is over.
             self.close()
-            raise Stopped("crashed", _how_it_ended(status))
+            raise Stopped("crashed", how_it_ended(status))
         return message, values
 
     def _read(self, length: int) -> bytes:
@@ -292,6 +342,9 @@ class Workshop:
             if now - self._looked >= STEP or self.left <= 0:
                 self._looked = now
                 self._check_use(line)
+                if self.gate.wanted():  # a measurement: stand still, off the clock
+                    with paused(process):
+                        self.gate.give_way()
 
     def _check_use(self, line: _Line) -> None:
         if self.left <= 0:
@@ -328,55 +381,12 @@ class Workshop:
             with contextlib.suppress(OSError):
                 self._drain(self._line.process.stderr.fileno())  # type: ignore[union-attr]
         self.close()
-        return Stopped("crashed", _how_it_ended(status))
+        return Stopped("crashed", how_it_ended(status))
 
     def _nonsense(self) -> Stopped:
         self.close()
         return Stopped("crashed", "the answer's process sent something else than asked")
 
 
-def _how_it_ended(status: Any) -> str:
-    if isinstance(status, int) and not isinstance(status, bool):
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"the answer's process was killed by {signal.Signals(-status).name}"
-        return f"the answer ended its own process (exit status {status})"
-    return "the answer's process ended"
-
-
-_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "out of memory")
-_DEVICE = ("CUDA error", "illegal memory access", "HIP error", "device-side assert")
-
-
-def _status_of(error: str) -> str:
-    """What an error that an answer raised means for the question."""
-    head = error.split("  (raised by the line")[0]
-    if any(word in head for word in _MEMORY):
-        return "out_of_memory"
-    return "crashed" if any(word in head for word in _DEVICE) else "failed"
-
-
-def _text(value: Any) -> str:
-    return value[:2000] if isinstance(value, str) else ""
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    items = value[:1000] if isinstance(value, list) else []
-    return tuple(item[:200] for item in items if isinstance(item, str))
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 2**62 else 0
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    return tuple(_number(item) for item in value[:64]) if isinstance(value, list) else ()
-
-
-def _launches(value: Any) -> tuple[Launch, ...]:
-    items = value[:1000] if isinstance(value, list) else []
-    return tuple(
-        Launch(_text(item[0]), item[1] is True, _number(item[2]))
-        for item in items
-        if isinstance(item, list) and len(item) == 3
-    )
+def _number_of(question: Question, check: Check) -> dict[str, Any]:
+    return {"question": question.id, "check": question.checks.index(check)}

@@ -70,6 +70,42 @@ def call_plainly(answer: Answer, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Race:
+    """How `grade` times an answer against an opponent, in two processes that take turns.
+
+    The answer's process holds no clock. It is told changes of the inputs that nobody could know
+    before, runs the answer on every changed input, and sends a digest of every output. The grader
+    times that from outside and judges some of the outputs, so that an answer that does no work,
+    returns what it kept or leaves the work for later fails.
+
+    Attributes:
+        opponent: what the answer is timed against; it runs in a process of its own.
+        changes: draws the changes of a number of runs, as a tensor ``(runs, ...)``; its seed is
+            no verdict's, but a secret of the moment.
+        vary: the case's arguments under one of these changes.
+        digest: a small tensor that cannot be had without the whole output; it runs in the answer's
+            process, and its time counts for both.
+        judge_digest, judge_output: None if a digest or an output is right for these (changed)
+            arguments, else what was expected and what came.
+        runs: in one measurement.
+        rounds: measurements of each of the two; the fastest counts.
+        judged: how many digests of each measurement are judged.
+        hopeless: an answer this many times slower than the opponent is measured but once.
+    """
+
+    opponent: Answer
+    changes: Callable[[torch.Generator, Case, int], torch.Tensor]
+    vary: Callable[[tuple[Any, ...], torch.Tensor], tuple[Any, ...]]
+    digest: Callable[[Any], torch.Tensor]
+    judge_digest: Callable[[tuple[Any, ...], Any], str | None]
+    judge_output: Callable[[tuple[Any, ...], Any], str | None]
+    runs: int = 40
+    rounds: int = 5
+    judged: int = 4
+    hopeless: float = 3.0
+
+
+@dataclass(frozen=True)
 class Check:
     """One property of a right answer.
 
@@ -82,6 +118,8 @@ class Check:
             empty string where it can). The rest is checked all the same.
         work: True if it asks who did the work, and how, rather than what came out. A known mistake
             written in PyTorch explains the numbers of a kernel without passing such a check.
+        race: None, or how `grade` measures the time that this check asks for. ``call`` measures it
+            where the answer runs: that is for the learner's own check.
     """
 
     name: str
@@ -90,6 +128,7 @@ class Check:
     call: Callable[..., Any] = call_plainly
     needs: Callable[[], str] | None = None
     work: bool = False
+    race: Race | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +157,6 @@ class Question:
             much nearer to the mistake's than the mistake's lie to the right ones.
         needs: None, or a function that says why this machine cannot verify an answer (and
             returns an empty string where it can).
-        alone: True if it measures time: then the grader runs no other submission meanwhile.
         remark: None, or what to say beside a pass on this machine, such as what ran it.
     """
 
@@ -128,5 +166,4 @@ class Question:
     mistakes: tuple[Mistake, ...]
     needs: Callable[[], str] | None = None
     right: Answer | None = None
-    alone: bool = False
     remark: Callable[[], str] | None = None

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from flashcourse.grading.assemble import Lab
-from flashcourse.grading.marking import Marks, Outcome, Poisoned, Settings, mark_submission
+from flashcourse.grading.marking import (
+    Marks,
+    Outcome,
+    Poisoned,
+    Rivals,
+    Settings,
+    mark_submission,
+)
 from flashcourse.grading.submissions import Submission
 
 HURRY = 5.0  # seconds a worker gets to clean up when it is told to stop
@@ -187,20 +194,29 @@ def work_through(line: Any, settings: Settings, work: Path, parent: int) -> None
     temporary = work / "tmp"  # removed with the work, however this process ends
     temporary.mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    if settings.gate is not None:  # one for each GPU: a measurement does not disturb another's
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("/", "-")
+        settings.gate = settings.gate.with_name(f"{settings.gate.name}-{gpu}")
     try:
-        while True:
-            job, done = line.recv()
-            folder = work / job.folder
-            try:
-                _mark_one(line, job, done, settings, folder)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        with Rivals(work / "rivals", settings) as rivals:
+            while True:
+                job, done = line.recv()
+                folder = work / job.folder
+                try:
+                    _mark_one(line, job, done, settings, folder, rivals)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
     except (EOFError, OSError, Poisoned, _Told):
         os._exit(0)  # at once: torch takes its time to go
 
 
 def _mark_one(
-    line: Any, job: Job, done: dict[str, Outcome], settings: Settings, folder: Path
+    line: Any,
+    job: Job,
+    done: dict[str, Outcome],
+    settings: Settings,
+    folder: Path,
+    rivals: Rivals,
 ) -> None:
     assert job.lab is not None
     shutil.rmtree(folder, ignore_errors=True)
@@ -211,6 +227,7 @@ def _mark_one(
             job.lab,
             settings,
             folder,
+            rivals=rivals,
             done=done,
             progress=lambda text: line.send(("at", text)),
             report=lambda outcome: line.send(("outcome", outcome)),

@@ -1,7 +1,12 @@
-"""lab4.speed: the forward kernel against plain attention, on the same GPU, in the same run."""
+"""lab4.speed: the forward kernel against plain attention, on the same GPU, in the same run.
+
+In a notebook the check measures where the answer runs. `grade` measures from outside, as
+:mod:`flashcourse.grading.race` describes.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashcourse import runtime
-from flashcourse.grading.question import Answer, Case, Check, Observation, Question
+from flashcourse.grading.judge import judge_tensor
+from flashcourse.grading.question import Answer, Case, Check, Observation, Question, Race
 from flashcourse.grading.questions import lab4_flash_forward as forward
 from flashcourse.grading.triton_work import (
     as_half,
@@ -73,10 +79,13 @@ def call_timed(answer: Answer, *args: Any) -> dict[str, Any]:
 
 
 def _judge_speed(case: Case, observation: Observation) -> str | None:
-    q, k, v = case.args
     out = observation.output["output"]
     timed = Observation(output=out, launches=observation.launches, operators=observation.operators)
-    message = judge_own_kernel(timed, tensors=4) or _judge_sample(q, k, v, out)
+    message = (
+        judge_own_kernel(timed, tensors=4)
+        or judge_rows(case.args, out)
+        or observation.output.get("wrong")
+    )
     if message:
         return message
     ms, plain_ms = observation.output["ms"], observation.output["plain_ms"]
@@ -90,18 +99,68 @@ def _judge_speed(case: Case, observation: Observation) -> str | None:
     )
 
 
-def _judge_sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any) -> str | None:
-    """Judge the first and the last rows of one head: the rest is the small check's task."""
-    if (
-        not isinstance(out, (tuple, list))
-        or len(out) != 2
-        or getattr(out[0], "shape", ()) != q.shape
-    ):
+def judge_rows(args: tuple[Any, ...], output: Any) -> str | None:
+    """Judge some rows of every head, the first and the last among them; the small check has the
+    rest."""
+    q, k, v = args
+    shape = getattr(output[0], "shape", ()) if isinstance(output, (tuple, list)) else ()
+    if not isinstance(output, (tuple, list)) or len(output) != 2 or shape != q.shape:
         return f"expected out of shape {tuple(q.shape)} and lse"
-    rows = [0, 1, LENGTH // 2, LENGTH - 1]
-    case = Case("", (q[:, -1:, rows], k[:, -1:], v[:, -1:]))
-    sample = tuple(t[:, -1:, rows] for t in out)
-    return forward.judge(case, Observation(output=sample))
+    if getattr(output[1], "shape", ()) != q.shape[:3]:
+        return f"expected lse of shape {tuple(q.shape[:3])}"
+    length = q.shape[2]
+    rows = [0, length - 1, *random.SystemRandom().sample(range(length), 14)]
+    sample = tuple(t[:, :, rows] for t in output)
+    return forward.judge(Case("", (q[:, :, rows], k, v)), Observation(output=sample))
+
+
+# How `grade` measures ---------------------------------------------------------------------------
+
+
+def draw_signs(generator: torch.Generator, case: Case, runs: int) -> torch.Tensor:
+    """A sign for every column of q and every run: with it all scores change."""
+    q = case.args[0]
+    signs = 2 * torch.randint(2, (runs, 1, 1, 1, q.shape[-1]), generator=generator) - 1
+    return signs.to(q.device, q.dtype)
+
+
+def change_signs(args: tuple[Any, ...], signs: torch.Tensor) -> tuple[Any, ...]:
+    q, k, v = args
+    return q * signs, k, v
+
+
+def sum_over_queries(output: Any) -> torch.Tensor:
+    """out summed over the queries, ``(batch, heads, head_dim)``: it takes every row of P."""
+    return output[0].sum(dim=2, dtype=torch.float32)
+
+
+def judge_sum(args: tuple[Any, ...], digest: Any) -> str | None:
+    """Judge the sums over the queries by float32, one head's matrix at a time.
+
+    A sum over n rows keeps the errors of its n roundings, √n of one in all. An answer that guesses
+    how much weight each key gets, without the scores, is off by some tenths at the least.
+    """
+    q, k, v = args
+    sums = []
+    for head in range(q.shape[1]):
+        q_h, k_h, v_h = (t[:, head].float() for t in (q, k, v))
+        p = torch.softmax(q_h @ k_h.mT * q.shape[-1] ** -0.5, dim=-1)
+        sums.append((p.sum(dim=1, keepdim=True) @ v_h)[:, 0])
+    expected = torch.stack(sums, dim=1)
+    rows = q.shape[2]
+    return judge_tensor(
+        "out summed over the queries", digest, expected, 0.05 * (rows / 4096) ** 0.5
+    )
+
+
+RACE = Race(
+    opponent=lambda q, k, v: (plain_attention(q, k, v), None),
+    changes=draw_signs,
+    vary=change_signs,
+    digest=sum_over_queries,
+    judge_digest=judge_sum,
+    judge_output=judge_rows,
+)
 
 
 # A wrong kernel is not fast: these fail the check that runs everywhere.
@@ -125,6 +184,7 @@ QUESTION = Question(
             _judge_speed,
             call_timed,
             needs_matrix_units,
+            race=RACE,
         ),
     ),
     mistakes=tuple(m for m in forward.MISTAKES if m.name in _WRONG),
