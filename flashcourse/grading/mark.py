@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from flashcourse.grading.observe import observe
+from flashcourse.grading.observe import observe, output_of
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.verdict import Finding, Verdict
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
+NAMING_SECONDS = 10.0  # for an answer that no known mistake explains as a whole
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,22 @@ def _diagnose(
     and contradicts another would mislead. So would a mistake that fails where the answer passed.
     """
     # Most wrong answers are one mistake: follow those that explain the first failure, and ask the
-    # others about the rest only if none of these explains everything.
+    # others about the rest only if none of these explains everything. Small inputs come first:
+    # after them few mistakes are left for the large ones.
+    ordered = sorted((f for f in failures if f.check.race is None), key=_size)
     whole = list(question.mistakes)
-    for failure in failures:
+    for failure in ordered:
         whole = _explaining(question, whole, failure)
-    explained = [whole or _explaining(question, question.mistakes, f) for f in failures]
-    suspects = {m.name: m for named in explained for m in named}
+    explained = {id(failure): whole for failure in ordered}
+    if not whole:
+        deadline = time.monotonic() + NAMING_SECONDS
+        for failure in ordered:
+            explained[id(failure)] = _explaining(question, question.mistakes, failure, deadline)
+    suspects = {m.name: m for named in explained.values() for m in named}
     fitting = {name for name, m in suspects.items() if _passes(question, m, passed, seed)}
     findings = []
-    for failure, mistakes in zip(failures, explained, strict=True):
-        named = [m for m in mistakes if m.name in fitting]
+    for failure in failures:
+        named = [m for m in explained.get(id(failure), []) if m.name in fitting]
         findings.append(
             Finding(
                 failure.check.name,
@@ -127,6 +135,12 @@ def _diagnose(
             )
         )
     return tuple(findings)
+
+
+def _size(failure: _Failure) -> int:
+    """How many numbers the input has."""
+    leaves = tree_leaves((failure.case.args, failure.case.kwargs))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _passes(question: Question, mistake: Mistake, passed: tuple[str, ...], seed: int) -> bool:
@@ -143,28 +157,46 @@ def _passes(question: Question, mistake: Mistake, passed: tuple[str, ...], seed:
 
 
 def _explaining(
-    question: Question, mistakes: Sequence[Mistake], failure: _Failure
+    question: Question,
+    mistakes: Sequence[Mistake],
+    failure: _Failure,
+    deadline: float = math.inf,
 ) -> list[Mistake]:
-    """The mistakes that fail the failure's check, on its input, with its result."""
+    """The mistakes that fail the failure's check, on its input, with its result.
+
+    Args:
+        deadline: on the monotonic clock; afterwards no more is tried.
+    """
     if failure.observation.error or not mistakes:
         return []  # two errors are rarely the same mistake, and the error speaks for itself
-    right = observe(failure.check, question.right, failure.case) if question.right else None
-    return [mistake for mistake in mistakes if _same_failure(mistake, failure, right)]
+    right = None
+    if question.right and time.monotonic() < deadline:
+        right = output_of(failure.check, question.right, failure.case)
+    return [mistake for mistake in mistakes if _same_failure(mistake, failure, right, deadline)]
 
 
-def _same_failure(mistake: Mistake, failure: _Failure, right: Observation | None) -> bool:
+def _same_failure(mistake: Mistake, failure: _Failure, right: Any, deadline: float) -> bool:
     answers = (mistake.answer, *mistake.variants)
-    return any(_gives_the_same(answer, failure, right) for answer in answers)
+    return any(
+        _gives_the_same(answer, failure, right) for answer in answers if time.monotonic() < deadline
+    )
 
 
-def _gives_the_same(answer: Answer, failure: _Failure, right: Observation | None) -> bool:
+def _gives_the_same(answer: Answer, failure: _Failure, right: Any) -> bool:
+    """True if the answer fails like the failure; ``right`` is None or what would be right."""
     ours = failure.observation
+    try:  # most mistakes give other numbers, and that is seen without watching them
+        output = output_of(failure.check, answer, failure.case)
+    except Exception:
+        return False
+    if not _same_output(ours.output, output):
+        return False
     theirs = observe(failure.check, answer, failure.case)
     if theirs.error or theirs.changed_inputs != ours.changed_inputs:
         return False
     if not _same_output(ours.output, theirs.output):
         return False
-    if right is not None and not _beyond_rounding(ours.output, theirs.output, right.output):
+    if right is not None and not _beyond_rounding(ours.output, theirs.output, right):
         return False
     return bool(_misbehaviour(theirs) or failure.check.judge(failure.case, theirs))
 

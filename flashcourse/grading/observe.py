@@ -77,6 +77,17 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     )
 
 
+def output_of(check: Check, answer: Answer, case: Case) -> Any:
+    """What ``answer`` returns on a copy of the case's inputs, unwatched: twenty times as fast.
+
+    Raises:
+        Exception: whatever the answer raised.
+    """
+    with torch.random.fork_rng(devices=[]):
+        output = check.call(answer, *_copy(case.args), **_copy(case.kwargs))
+    return tree_map(_plain, output)
+
+
 @contextmanager
 def _noting_calls(names: set[str], threads: list[str]) -> Iterator[None]:
     """Note which functions of the course's own library are called meanwhile, and threads started.
