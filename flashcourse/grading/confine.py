@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import socket
 import stat
 import struct
@@ -46,7 +47,8 @@ RULE_PATH_BENEATH = 1
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_A_FILE = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1, 2
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 38, 24, 36
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+MS_RDONLY, MS_REMOUNT, MS_BIND = 1, 32, 4096
 
 
 def landlock_version() -> int:
@@ -57,8 +59,17 @@ def landlock_version() -> int:
     return max(version, 0)
 
 
-def close_file_system(readable: Iterable[str], writable: Iterable[str]) -> None:
+def close_file_system(
+    readable: Iterable[str],
+    writable: Iterable[str],
+    listable: Iterable[str] = (),
+    rewritable: Iterable[str] = (),
+) -> None:
     """Allow reading below some paths and writing below others; nothing else, for good.
+
+    Args:
+        listable: below these, names can be seen, but no file can be read.
+        rewritable: below these, files that are there can be written, but none made.
 
     Raises:
         OSError: the kernel has no Landlock, or refuses.
@@ -72,7 +83,13 @@ def close_file_system(readable: Iterable[str], writable: Iterable[str]) -> None:
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = _checked(_syscall(CREATE_RULESET, settings, size, 0))
     try:
-        for paths, rights in ((readable, READ), (writable, every)):
+        granted = (
+            (readable, READ),
+            (writable, every),
+            (listable, READ_DIR),
+            (rewritable, WRITE_FILE | TRUNCATE),
+        )
+        for paths, rights in granted:
             for path in paths:
                 _allow(rules, path, rights & every)
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -117,6 +134,40 @@ def adopt_orphans() -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def thread_names(own_mounts: bool) -> list[str]:
+    """Where CUDA names its threads: ``/proc/PID/task/TID/comm``. Refused, it does not start.
+
+    Landlock knows no pattern, so this is all of /proc, where a program may write what its user
+    may. For root that would be the settings of the whole machine. They are made read-only, or,
+    without mounts of our own, only this very process can use CUDA, and none that it starts.
+
+    The map of user ids tells root from somebody who is root in a namespace of his own only.
+    """
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        first_inside, first_outside = file.read().split()[:2]
+    if os.geteuid() != 0 or (first_inside, first_outside) != ("0", "0"):
+        return ["/proc"]
+    if not own_mounts:
+        return ["/proc/self/task"]
+    try:
+        for name in os.listdir("/proc"):
+            place = os.path.join("/proc", name)
+            if not name.isdigit() and not os.path.islink(place):
+                _mount(place, MS_BIND)
+                _mount(place, MS_BIND | MS_REMOUNT | MS_RDONLY)
+    except OSError:
+        return ["/proc/self/task"]
+    return ["/proc"]
+
+
+def _mount(place: str, flags: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = place.encode()
+    if libc.mount(where, where, None, ctypes.c_ulong(flags), None) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mount of {place}: {os.strerror(error)}")
+
+
 def raise_loopback() -> None:
     """Switch on 127.0.0.1 in a network of its own: Jupyter's kernels are reached through it."""
     import fcntl
@@ -151,11 +202,16 @@ def main() -> None:
     """Read the settings, confine this process, become the program."""
     settings, program = json.loads(sys.argv[1]), sys.argv[2:]
     try:
+        if sys.platform.startswith("linux"):
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the grader, however that ends
         if settings.get("own_network"):
             raise_loopback()
         set_limits(settings["limits"])
         if settings.get("landlock"):
-            close_file_system(settings["readable"], settings["writable"])
+            rewritable = thread_names(settings["own_mounts"]) if settings["gpu"] else []
+            close_file_system(
+                settings["readable"], settings["writable"], settings["listable"], rewritable
+            )
         if sys.platform.startswith("linux"):
             drop_privileges()
         os.execv(program[0], program)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import flashcourse
 from flashcourse.grading import confine
+from flashcourse.grading.observe import SHARE
 
 GIB = 2**30
 PACKAGE = Path(flashcourse.__file__).parent
@@ -28,16 +29,15 @@ SYSTEM = (
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/dri", "/dev/kfd")
 KEPT_VARIABLES = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
-    "TRITON_INTERPRET",
-    "FLASHCOURSE_QUESTIONS",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
+    *("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION"),
+    # Triton compiles the launcher of every kernel with a C compiler.
+    *("CC", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("TRITON_INTERPRET", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH"),
+    # Multicast can put GPUs that others share out of service: who switched it off meant it.
+    *("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"),
+    *("FLASHCOURSE_QUESTIONS", SHARE),
 )
 
 
@@ -121,6 +121,7 @@ def choose_sandbox(wanted: str) -> Sandbox:
 
 
 NAMESPACES = (
+    *("setpriv", "--pdeathsig", "KILL"),  # what it starts ends with the grader, however that ends
     *("unshare", "--user", "--map-root-user", "--net", "--pid", "--ipc"),
     *("--fork", "--kill-child=SIGKILL", "--mount-proc"),
 )
@@ -150,6 +151,9 @@ def command_line(
         "limits": _resource_limits(limits, gpu=gpu),
         "landlock": sandbox.kind == "landlock",
         "own_network": sandbox.namespaces or sandbox.kind == "bwrap",
+        "own_mounts": sandbox.namespaces,
+        "gpu": gpu,
+        "listable": [str(PACKAGE.parent)],  # else Python does not find the package in there
         "readable": [*readable, str(folder)],
         "writable": [str(folder), *DEVICES, *map(str, Path("/dev").glob("nvidia*"))],
     }
@@ -163,16 +167,18 @@ def _readable() -> list[str]:
     """Folders a program needs in order to run: the system, Python, this package. Not its parent,
     where the solutions lie."""
     own = [sys.prefix, sys.base_prefix, *site.getsitepackages(), str(PACKAGE)]
-    own += [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    places = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    own += [p for p in places if Path(p).resolve() != PACKAGE.parent.resolve()]
     return sorted({*SYSTEM, *own})
 
 
 def _bubblewrap(folder: Path, readable: list[str], *, gpu: bool) -> list[str]:
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
+    words += ["--tmpfs", "/tmp"]  # first: Python, the package or the folder may lie in there
     for path in readable:
         if path not in ("/proc", "/dev"):
             words += ["--ro-bind-try", path, path]
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
     if gpu:
         for device in (*Path("/dev").glob("nvidia*"), Path("/dev/dri"), Path("/dev/kfd")):
             words += ["--dev-bind-try", str(device), str(device)]

@@ -77,6 +77,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     document: bool = True
     gate: Path | None = None  # a file that keeps measurements apart from other submissions
+    share: float = 0.0  # of a GPU's memory for each process; 0 leaves it open
 
 
 @dataclass

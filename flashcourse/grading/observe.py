@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +31,7 @@ LIBRARY = (
     str(_PACKAGE / "measure" / "roofline.py"),
 )
 
+SHARE = "FLASHCOURSE_GPU_SHARE"  # a variable: the part of a GPU's memory for each process
 _THREAD_STARTERS = tuple(
     getattr(_thread, name)
     for name in ("start_new_thread", "start_new", "start_joinable_thread")
@@ -44,6 +47,7 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     Whatever it raises is caught and noted, ``SystemExit`` included; only an interrupt by the user
     passes through. Random numbers drawn by the answer do not disturb the caller's.
     """
+    _keep_to_share()
     args, kwargs = _copy(case.args), _copy(case.kwargs)
     before = _copy((args, kwargs))
     library_calls: set[str] = set()
@@ -75,6 +79,14 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
         launches=tuple(launches),
         seconds=seconds,
     )
+
+
+@cache
+def _keep_to_share() -> None:
+    """Take no more of the GPU's memory than `grade` allots to a process: others are at work."""
+    share = os.environ.get(SHARE)
+    if share and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(float(share))
 
 
 def output_of(check: Check, answer: Answer, case: Case) -> Any:

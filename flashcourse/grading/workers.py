@@ -28,6 +28,7 @@ from flashcourse.grading.marking import (
     Settings,
     mark_submission,
 )
+from flashcourse.grading.observe import SHARE
 from flashcourse.grading.submissions import Submission
 
 HURRY = 5.0  # seconds a worker gets to clean up when it is told to stop
@@ -194,6 +195,8 @@ def work_through(line: Any, settings: Settings, work: Path, parent: int) -> None
     temporary = work / "tmp"  # removed with the work, however this process ends
     temporary.mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    if settings.share:
+        os.environ[SHARE] = str(settings.share)
     if settings.gate is not None:  # one for each GPU: a measurement does not disturb another's
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("/", "-")
         settings.gate = settings.gate.with_name(f"{settings.gate.name}-{gpu}")
