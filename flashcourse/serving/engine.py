@@ -123,6 +123,8 @@ class Engine:
         if type(seed) is not int:
             raise RequestRefused(f"seed must be an integer, got {seed!r}")
         stop = frozenset(stop_tokens)
+        if not all(type(token) is int for token in stop):
+            raise RequestRefused(f"stop_tokens must be token ids, got {list(stop)}")
         now = self.clock.now() if arrival is None else arrival
         request = Request(
             self._submitted, prompt, max_new_tokens, float(temperature), seed, stop, now

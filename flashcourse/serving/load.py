@@ -114,8 +114,9 @@ def serve(
     begin = engine.clock.now()
     requests: list[Request] = []
     while len(requests) < len(load) or engine.busy:
-        now = engine.clock.now() - begin
-        while len(requests) < len(load) and load[len(requests)].time <= now:
+        now = engine.clock.now()
+        # The sum that wait_until gets below: a difference could round to just before it, for ever.
+        while len(requests) < len(load) and begin + load[len(requests)].time <= now:
             come = load[len(requests)]
             requests.append(
                 engine.submit(
