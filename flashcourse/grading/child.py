@@ -21,7 +21,7 @@ import types
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flashcourse.grading.confine import adopt_orphans
+from flashcourse.grading.confine import adopt_orphans, end_with_parent
 
 READ_STEP = 2**20
 
@@ -46,6 +46,7 @@ def main() -> None:
     while _ask_next(incoming):
         child = os.fork()
         if child == 0:
+            end_with_parent()
             signal.set_wakeup_fd(-1)
             try:
                 Workbench(incoming, outgoing).serve()

@@ -128,6 +128,12 @@ def _checked(result: int) -> int:
     return result
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
+    if sys.platform.startswith("linux"):
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends (Linux)."""
     if sys.platform.startswith("linux"):
@@ -202,16 +208,14 @@ def main() -> None:
     """Read the settings, confine this process, become the program."""
     settings, program = json.loads(sys.argv[1]), sys.argv[2:]
     try:
-        if sys.platform.startswith("linux"):
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the grader, however that ends
+        end_with_parent()
         if settings.get("own_network"):
             raise_loopback()
         set_limits(settings["limits"])
         if settings.get("landlock"):
-            rewritable = thread_names(settings["own_mounts"]) if settings["gpu"] else []
-            close_file_system(
-                settings["readable"], settings["writable"], settings["listable"], rewritable
-            )
+            rewritable = thread_names(settings["own_mounts"]) if settings.get("gpu") else []
+            listable = settings.get("listable", ())
+            close_file_system(settings["readable"], settings["writable"], listable, rewritable)
         if sys.platform.startswith("linux"):
             drop_privileges()
         os.execv(program[0], program)

@@ -23,9 +23,10 @@ from flashcourse.measure.allocations import AllocationWatch
 
 _PACKAGE = Path(__file__).parent.parent
 _QUESTIONS = str(_PACKAGE / "grading" / "questions")
-# What an answer may not call: attention itself, and the formulas that lab 2 asks for.
+# What an answer may not call: attention itself, the formulas that lab 2 asks for, the allocator.
 LIBRARY = (
     str(_PACKAGE / "attention"),
+    str(_PACKAGE / "serving"),
     str(_PACKAGE / "measure" / "metered.py"),
     str(_PACKAGE / "measure" / "traffic.py"),
     str(_PACKAGE / "measure" / "roofline.py"),
@@ -47,7 +48,8 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     Whatever it raises is caught and noted, ``SystemExit`` included; only an interrupt by the user
     passes through. Random numbers drawn by the answer do not disturb the caller's.
     """
-    _keep_to_share()
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves(case.args)):
+        _keep_to_share()
     args, kwargs = _copy(case.args), _copy(case.kwargs)
     before = _copy((args, kwargs))
     library_calls: set[str] = set()
@@ -85,7 +87,7 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
 def _keep_to_share() -> None:
     """Take no more of the GPU's memory than `grade` allots to a process: others are at work."""
     share = os.environ.get(SHARE)
-    if share and torch.cuda.is_available():
+    if share:
         torch.cuda.set_per_process_memory_fraction(float(share))
 
 
