@@ -1,12 +1,14 @@
 """No right answer is rejected: the solutions, and answers written in other ways, on many inputs.
 
 A thorough run (``make test THOROUGH=1``) draws 200 inputs a question; FLASHCOURSE_SEEDS says
-another number.
+another number. The parts of a long run go to several processes: ``pytest -n 8``, but on a GPU
+``lab4.speed`` wants to be alone: ``-n 0 -k lab4.speed``.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from plugins.machine import THOROUGH
@@ -20,28 +22,44 @@ QUESTIONS = all_questions()
 SEEDS = int(os.environ.get("FLASHCOURSE_SEEDS", "200" if THOROUGH else "60"))
 
 
-def seeds(question_id, share=1):
-    """Seeds for a question; fewer for the interpreter's kernels, which take seconds an answer."""
-    slow = int(question_id[3]) >= 4 and not runtime.has_gpu()
-    return range(max(1, SEEDS // share // (20 if slow else 1)))
+PART = 50  # seeds of one test
 
 
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda q: q.id)
-def test_the_solution_is_never_rejected(question):
-    answer = solution_answers()[question.id]
-    for seed in seeds(question.id):
+def cases(answers, share=1):
+    """Parameters (question, answer, seeds) from (question id, answer); None is the solution.
+
+    Interpreted kernels take seconds an answer; there a twentieth of the seeds stands for all.
+    """
+    found = []
+    for number, (question_id, answer) in enumerate(answers):
+        slow = int(question_id[3]) >= 4 and not runtime.has_gpu()
+        count = max(1, SEEDS // share // (20 if slow else 1))
+        name = getattr(answer, "__name__", f"answer {number}") if answer else "solution"
+        for first in range(0, count, PART):
+            seeds = range(first, min(first + PART, count))
+            test_id = f"{question_id}: {name}, {seeds.start} to {seeds.stop - 1}"
+            found.append(pytest.param(QUESTIONS[question_id], answer, seeds, id=test_id))
+    return found
+
+
+def never_rejected(question, answer, seeds):
+    for seed in seeds:
         verdict = mark(question, answer, seed)
         assert verdict.status != "failed", str(verdict)
         if verdict.passed:
             assert verdict.points == verdict.max_points == question.points
 
 
-@pytest.mark.parametrize(
-    ("question_id", "answer"),
-    other_right_answers(),
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "answer"),
-)
-def test_other_right_answers_are_never_rejected(question_id, answer):
-    for seed in seeds(question_id, share=10):
-        verdict = mark(QUESTIONS[question_id], answer, seed)
-        assert verdict.status != "failed", str(verdict)
+@pytest.mark.parametrize(("question", "answer", "seeds"), cases((name, None) for name in QUESTIONS))
+def test_the_solution_is_never_rejected(question, answer, seeds):
+    never_rejected(question, solution_answers()[question.id], seeds)
+
+
+@pytest.mark.parametrize(("question", "answer", "seeds"), cases(other_right_answers(), share=10))
+def test_other_right_answers_are_never_rejected(question, answer, seeds):
+    never_rejected(question, answer, seeds)
+
+
+def test_every_question_has_two_other_right_answers():
+    counts = Counter(question_id for question_id, _ in other_right_answers())
+    assert {name: counts[name] for name in QUESTIONS if counts[name] < 2} == {}

@@ -202,9 +202,12 @@ def in_three_passes(q, k, v, is_causal=False):
 
 
 square_tiles = partial(from_the_last_key, block_q=16, block_k=128)
+# Those that are fast too: no tile of float32 with a wide head comes there.
+tall_tiles = partial(from_the_last_key, block_q=128, block_k=64)
+tall_tiles_of_few_keys = partial(from_the_last_key, block_q=128, block_k=32)
 
 RIGHT_ANSWERS = {
     "lab4.row_softmax": [in_chunks, several_rows],
     "lab4.flash_forward": [from_the_last_key, square_tiles, in_three_passes, right_answer()],
-    "lab4.speed": [right_answer(), in_three_passes],
+    "lab4.speed": [tall_tiles, tall_tiles_of_few_keys],
 }
