@@ -15,12 +15,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashcourse.attention import flash_attention, naive_attention
-from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, force_tiles
+from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, bucket_of, force_tiles
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
@@ -60,6 +60,8 @@ def candidates(kernel: Kernel, head_dim: int, dtype: str, hopper: bool) -> Itera
             blocks = (walked, owned) if kernel == "backward_kv" else (owned, walked)
             tiles = Tiles(*blocks, warps, stages, tma, registers)
             yield Candidate(kernel, head_dim, dtype, tiles)
+            if tma and stages == 2 and owned >= 16 * warps and bucket_of(head_dim) in (64, 128):
+                yield Candidate(kernel, head_dim, dtype, replace(tiles, gluon=True))
 
 
 def run_once(candidate: Candidate, batch: int, heads: int, seq: int) -> dict[bool, float]:

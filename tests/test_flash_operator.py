@@ -12,7 +12,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime.errors import OutOfResources
 
-from flashcourse.attention import flash_attention, flash_attention_varlen, naive_attention
+from flashcourse.attention import (
+    flash_attention,
+    flash_attention_varlen,
+    flash_kernels,
+    naive_attention,
+)
 from flashcourse.attention import flash_launch as launch
 from flashcourse.attention.tuning import (
     BUCKETS,
@@ -190,7 +195,7 @@ def test_a_kernel_that_does_not_fit_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
             return run
 
-    monkeypatch.setattr(launch, "flash_forward_kernel", TooLarge())
+    monkeypatch.setattr(flash_kernels, "flash_forward_kernel", TooLarge())
     with pytest.raises(RuntimeError, match=r"forward kernel does not fit.*force_tiles.*--tune"):
         flash_attention(*tensors(1, 1, 4, 8))
 

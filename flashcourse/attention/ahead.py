@@ -56,7 +56,7 @@ class Job:
         return (
             f"{self.chip} {self.kernel} {self.dtype} head_dim={self.head_dim} "
             f"{tiles.block_q}x{tiles.block_k} warps={tiles.warps} stages={tiles.stages}"
-            f"{' tma' if tiles.tma else ''}"
+            f"{' tma' if tiles.tma else ''}{' gluon' if tiles.gluon else ''}"
             f"{f' registers={tiles.registers}' if tiles.registers else ''}"
         )
 
@@ -74,15 +74,20 @@ class Needs:
 def table_jobs(
     chips: Iterable[str] = tuple(CHIPS), dtypes: Iterable[str] = tuple(DTYPES)
 ) -> Iterator[Job]:
-    """A job for each entry of the table, with the mask that costs most registers."""
+    """A job for each entry of the tables, with the mask that costs most registers."""
     for chip in chips:
         for dtype in dtypes:
             if chip == "sm_75" and dtype == "bfloat16":
                 continue  # Turing has no bfloat16
             for kernel in KERNELS:
                 for head_dim in BUCKETS:
-                    tiles = table_entry(chip, kernel, head_dim, ITEMSIZE[dtype])
-                    yield Job(chip, kernel, dtype, head_dim, tiles, has_left=True)
+                    # both, where there are a plain entry and one scheduled by hand
+                    tiles = [
+                        table_entry(chip, kernel, head_dim, ITEMSIZE[dtype], gluon)
+                        for gluon in (False, True)
+                    ]
+                    for entry in dict.fromkeys(tiles):
+                        yield Job(chip, kernel, dtype, head_dim, entry, has_left=True)
 
 
 def compile_job(job: Job) -> Any:
@@ -101,18 +106,10 @@ def compile_job(job: Job) -> Any:
             "Triton's interpreter is on, so nothing is compiled here; "
             "start Python with TRITON_INTERPRET=0"
         )
-    from flashcourse.attention.flash_backward import (
-        flash_backward_kv_kernel,
-        flash_backward_q_kernel,
-    )
-    from flashcourse.attention.flash_forward import flash_forward_kernel
+    from flashcourse.attention.flash_kernels import kernel_for
     from flashcourse.attention.flash_launch import compiler_options
 
-    function = {
-        "forward": flash_forward_kernel,
-        "backward_q": flash_backward_q_kernel,
-        "backward_kv": flash_backward_kv_kernel,
-    }[job.kernel]
+    function = kernel_for(job.kernel, job.tiles, job.tiles.tma and not _grouped_kv(job))
     target = (
         GPUTarget("cuda", int(job.chip[3:]), 32)
         if job.chip.startswith("sm_")
@@ -127,16 +124,13 @@ def compile_job(job: Job) -> Any:
 
 def _source(function: Any, job: Job) -> Any:
     """What a launch would compile: the types of its arguments and what is known about them."""
-    from triton.compiler import ASTSource
-
     constants = {
         "HEAD_DIM": job.head_dim, "BLOCK_D": bucket_of(job.head_dim),
         "BLOCK_Q": job.tiles.block_q, "BLOCK_K": job.tiles.block_k,
         "VARLEN": job.varlen, "HAS_LEFT": job.has_left, "HAS_RIGHT": job.has_right,
         "SOFTCAP": job.softcap, "HAS_DLSE": False, "NEGATE": False, "GROUPED": job.grouped,
         "WIDE": job.wide,
-        # as the launch does: a descriptor reads one head, and a group has several
-        "TMA": job.tiles.tma and not (job.grouped and job.kernel == "backward_kv"),
+        "TMA": job.tiles.tma and not _grouped_kv(job),
     }  # fmt: skip
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
@@ -170,7 +164,22 @@ def _source(function: Any, job: Job) -> Any:
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-    return ASTSource(function, signature, constexprs, attributes)
+    return _source_type(function)(function, signature, constexprs, attributes)
+
+
+def _grouped_kv(job: Job) -> bool:
+    """As the launch decides: a descriptor reads one head, and a group has several."""
+    return job.grouped and job.kernel == "backward_kv"
+
+
+def _source_type(function: Any) -> Any:
+    if getattr(function, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def needs_of(compiled: Any, chip: str) -> Needs:

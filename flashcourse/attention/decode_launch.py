@@ -91,14 +91,15 @@ def _plan(
     heads_kv, slots = k.shape[1:3]
     group = heads // heads_kv
     capacity = slots if block_table is None else slots * block_table.shape[1]
+    longest = _longest(options, capacity, seq_q)
     tiles = decode_tiles(
-        seq_q * group, head_dim, q.element_size(), block_table is not None, q.device
+        seq_q * group, head_dim, q.element_size(), block_table is not None, q.device, longest
     )
     num_tiles = -(-seq_q * group // tiles.block_q)
     programs = batch * heads_kv * num_tiles
     least = 1
     if num_splits is None:
-        key_tiles = max(1, -(-_longest(options, capacity, seq_q) // tiles.block_k))
+        key_tiles = max(1, -(-longest // tiles.block_k))
         num_splits, least = choose_splits(
             programs, key_tiles, tiles.block_k, _multiprocessors(q.device)
         )

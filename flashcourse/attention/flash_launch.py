@@ -14,11 +14,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from flashcourse import runtime
-from flashcourse.attention.flash_backward import (
-    flash_backward_kv_kernel,
-    flash_backward_q_kernel,
-)
-from flashcourse.attention.flash_forward import flash_forward_kernel
+from flashcourse.attention.flash_kernels import has_gluon, kernel_for
 from flashcourse.attention.flash_machine import check_machine
 from flashcourse.attention.tuning import Tiles, bucket_of, forced_tiles, tiles_for
 
@@ -205,7 +201,8 @@ def _plan_forward(
     check_machine(q)
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    tiles = tiles_for("forward", head_dim, q.element_size(), q.device)
+    by_hand = has_gluon() and _descriptors_fit(k, v)
+    tiles = tiles_for("forward", head_dim, q.element_size(), q.device, by_hand)
     num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens)
     left, right = _window(options, seq_q, seq_k, cu_seqlens)
     scale, cap_in, cap_out = _factors(options)
@@ -220,10 +217,11 @@ def _plan_forward(
         "VARLEN": cu_seqlens is not None, "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None, "SOFTCAP": options.softcap is not None,
         "NEGATE": scale < 0, "WIDE": _needs_int64(tiles, q, k, v, out),
-        "TMA": _use_descriptors(tiles, k, v),
+        "TMA": tiles.tma and _descriptors_fit(k, v),
     }  # fmt: skip
     programs = num_tiles * heads * batch
-    return Launch(flash_forward_kernel, "forward", tiles, programs, numbers, constants)
+    kernel = kernel_for("forward", tiles, bool(constants["TMA"]))
+    return Launch(kernel, "forward", tiles, programs, numbers, constants)
 
 
 def _plan_backward(
@@ -253,7 +251,8 @@ def _plan_backward(
         "HAS_RIGHT": right is not None, "SOFTCAP": options.softcap is not None,
     }  # fmt: skip
 
-    tiles = tiles_for("backward_q", head_dim, q.element_size(), q.device)
+    by_hand = has_gluon() and _descriptors_fit(k, v)
+    tiles = tiles_for("backward_q", head_dim, q.element_size(), q.device, by_hand)
     num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens_q)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *d_out.stride(), *dq.stride(),
@@ -262,12 +261,14 @@ def _plan_backward(
     constants = {
         **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
         "HAS_DLSE": d_lse is not None, "WIDE": _needs_int64(tiles, q, k, v, out, d_out, dq),
-        "TMA": _use_descriptors(tiles, k, v),
+        "TMA": tiles.tma and _descriptors_fit(k, v),
     }  # fmt: skip
     programs = num_tiles * heads * batch
-    for_q = Launch(flash_backward_q_kernel, "backward_q", tiles, programs, numbers, constants)
+    kernel = kernel_for("backward_q", tiles, bool(constants["TMA"]))
+    for_q = Launch(kernel, "backward_q", tiles, programs, numbers, constants)
 
-    tiles = tiles_for("backward_kv", head_dim, q.element_size(), q.device)
+    by_hand = has_gluon() and group == 1 and _descriptors_fit(q, d_out)
+    tiles = tiles_for("backward_kv", head_dim, q.element_size(), q.device, by_hand)
     num_tiles, num_sequences = _tiles_of(seq_k, tiles.block_k, cu_seqlens_k)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
@@ -276,10 +277,11 @@ def _plan_backward(
     constants = {
         **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
         "GROUPED": group > 1, "WIDE": _needs_int64(tiles, q, k, v, d_out, dk, dv),
-        "TMA": group == 1 and _use_descriptors(tiles, q, d_out),
+        "TMA": tiles.tma and group == 1 and _descriptors_fit(q, d_out),
     }  # fmt: skip
     programs = num_tiles * heads_kv * batch
-    for_kv = Launch(flash_backward_kv_kernel, "backward_kv", tiles, programs, numbers, constants)
+    kernel = kernel_for("backward_kv", tiles, bool(constants["TMA"]))
+    for_kv = Launch(kernel, "backward_kv", tiles, programs, numbers, constants)
     return for_q, for_kv
 
 
@@ -333,9 +335,9 @@ def _needs_int64(tiles: Tiles, *tensors: torch.Tensor) -> bool:
     return False
 
 
-def _use_descriptors(tiles: Tiles, *tensors: torch.Tensor) -> bool:
-    """True if the tiles ask for the copy engine and it can read these tensors."""
-    return tiles.tma and all(map(_descriptor_fits, tensors))
+def _descriptors_fit(*tensors: torch.Tensor) -> bool:
+    """True if the copy engine can read these tensors."""
+    return all(map(_descriptor_fits, tensors))
 
 
 def _descriptor_fits(tensor: torch.Tensor) -> bool:

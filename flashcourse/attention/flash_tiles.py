@@ -31,7 +31,7 @@ def locate_tile(
     head = (program // num_tiles) % heads
     batch = program // num_tiles // heads
     if VARLEN:
-        low = tl.full((), 0, tl.int32)
+        low = tile * 0
         high = low + num_sequences
         while low < high:
             middle = (low + high + 1) // 2
@@ -45,7 +45,7 @@ def locate_tile(
         num_others = tl.load(cu_others + following) - start_other
         tile = tile - (start_row // BLOCK + low)
     else:
-        start_row = tl.full((), 0, tl.int32)
+        start_row = tile * 0
         start_other = start_row
         num_rows = start_row + seq_rows
         num_others = start_row + seq_others
@@ -62,7 +62,7 @@ def visible_tiles(
     Row ``i`` sees the others from ``i + shift - before`` to ``i + shift + after``, both included.
     Tiles ``full_begin..full_end`` are seen whole by every row and need no mask.
     """
-    low = tl.full((), 0, tl.int32)
+    low = first * 0
     full_low = low
     stop = low + num_others
     full_stop = stop

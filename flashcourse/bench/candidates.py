@@ -20,6 +20,7 @@ from flashcourse.measure.why_not import BACKENDS, why_not
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 OURS = "flashcourse"
+PAGE_SIZES = (16, 64)
 
 
 class LeftOut(Exception):
@@ -48,6 +49,7 @@ def all_candidates(tutorial: Path | None = None) -> list[Candidate]:
     """
     return [
         Candidate(OURS, _ours),
+        *(Candidate(f"{OURS}, pages of {n}", functools.partial(_paged, n)) for n in PAGE_SIZES),
         *(Candidate(f"SDPA {name}", functools.partial(_sdpa, name)) for name in BACKENDS),
         Candidate("FlexAttention", _flex),
         Candidate("PyTorch varlen_attn", _varlen_attn),
@@ -91,6 +93,29 @@ def _ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ru
         filled = torch.full((shape.batch,), shape.seq_k, dtype=torch.int32, device=q.device)
         return lambda q, k, v: decode(q, k, v, filled)
     return lambda q, k, v: attention.flash_attention(q, k, v, **options)  # type: ignore[return-value]
+
+
+def _paged(page_size: int, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    """The same cache cut into pages that lie in memory in a random order."""
+    if shape.seq_q != 1 or shape.lengths is not None:
+        raise LeftOut("pages are for decoding: one query a sequence")
+    if shape.seq_k % page_size:
+        raise LeftOut(f"not measured where {page_size} does not divide the length")
+    pages = shape.seq_k // page_size
+    drawn = torch.randperm(shape.batch * pages, device=q.device)
+    table = drawn.view(shape.batch, pages).to(torch.int32)
+    filled = torch.full((shape.batch,), shape.seq_k, dtype=torch.int32, device=q.device)
+
+    def cut(cache: torch.Tensor) -> torch.Tensor:
+        size = (shape.batch * pages, page_size, shape.heads_kv, shape.head_dim)
+        store = torch.empty(size, dtype=cache.dtype, device=cache.device)
+        for entry, own in zip(cache, table.long(), strict=True):  # (heads_kv, seq_k, head_dim)
+            store[own] = entry.transpose(0, 1).reshape(pages, *size[1:])
+        return store
+
+    k_pages, v_pages = cut(k), cut(v)
+    paged = _of_the_course("paged_attention")
+    return lambda q, k, v: paged(q, k_pages, v_pages, table, filled)
 
 
 def _of_the_course(name: str) -> Callable[..., Any]:

@@ -1,0 +1,384 @@
+"""The backward kernels for Hopper, in Gluon: ``flash_backward``'s two loops, scheduled by hand.
+
+All products of a tile are queued on the matrix units without a gap, and the arithmetic between
+them runs while the next one is computed: P while dP is, dS while dV is, and the product of dS is
+only waited for when the next tile's scores are there.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from flashcourse.attention.flash_forward import LENGTHS
+from flashcourse.attention.flash_hopper_tiles import (
+    LOG2E,
+    STAGES,
+    await_tile,
+    block_barrier,
+    drop_barriers,
+    fetch,
+    head_base,
+    locate_tile,
+    new_barriers,
+    tanh,
+    visible_pairs,
+    visible_tiles,
+)
+
+
+@gluon.jit
+def probabilities(s, lse, scale_log2, cap_in, cap_out, SOFTCAP: gl.constexpr):
+    """P from the raw scores, and d(capped score) / d(raw score · scale), 1 without softcap."""
+    if SOFTCAP:
+        t = tanh(s * cap_in)
+        p = gl.exp2(cap_out * t - lse)
+        slope = 1.0 - t * t
+    else:
+        p = gl.exp2(s * scale_log2 - lse)
+        slope = 1.0
+    return p, slope
+
+
+@gluon.jit
+def load_lse(lse_head, rows, num_queries, RAGGED: gl.constexpr):
+    """lse in units of log 2; +inf where P must be 0 (see ``flash_backward.load_lse``)."""
+    if RAGGED:
+        lse = gl.load(lse_head + rows, mask=rows < num_queries, other=float("inf"))
+    else:
+        lse = gl.load(lse_head + rows)
+    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@gluon.jit
+def add_to_dq(
+    dq, t_begin, t_end, q_tile, do_tile, lse_i, delta_i, k_desc, v_desc, k_tiles, v_tiles,
+    k_barriers, v_barriers, begin, end, first_query, shift, num_keys,
+    scale_log2, left, right, cap_in, cap_out,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, EDGE: gl.constexpr, S_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add dS K of tiles ``t_begin`` to ``t_end``; the last product is in flight on return."""
+    for t in range(t_begin, t_end):
+        k_j = k_tiles.index(t % STAGES)
+        v_j = v_tiles.index(t % STAGES)
+        nothing = gl.zeros((BLOCK_Q, BLOCK_K), gl.float32, S_LAYOUT)
+        await_tile(k_barriers, t, True)
+        s = warpgroup_mma(q_tile, k_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        await_tile(v_barriers, t, True)
+        dp = warpgroup_mma(do_tile, v_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])  # S and the dS K before it are done, dP is in flight
+        block_barrier()  # every warp has read tile t - 1
+        fetch(k_desc, k_tiles, k_barriers, t + STAGES - 1, begin, end)
+        fetch(v_desc, v_tiles, v_barriers, t + STAGES - 1, begin, end)
+        p, slope = probabilities(s, gl.expand_dims(lse_i, 1), scale_log2, cap_in, cap_out, SOFTCAP)
+        if EDGE:
+            rows = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, S_LAYOUT))
+            keys = (begin + t) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, S_LAYOUT))
+            visible = visible_pairs(
+                gl.expand_dims(rows, 1), gl.expand_dims(keys, 0), shift, num_keys, left, right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p = gl.where(visible, p, 0.0)
+        await_tile(v_barriers, t, True)  # passes: it only keeps the wait below P
+        dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+        ds = p * (dp - gl.expand_dims(delta_i, 1)) * slope
+        ds = gl.convert_layout(ds.to(k_tiles.dtype), DS_LAYOUT)
+        dq = warpgroup_mma(ds, k_j, dq, is_async=True)
+    return dq
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def flash_backward_q_hopper_kernel(
+    q, k, v, out, do, dq, lse, dlse, delta, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_on, stride_od,
+    stride_dob, stride_doh, stride_don, stride_dod,
+    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    heads, group, num_tiles, num_sequences, seq_q, seq_k,
+    scale, scale_log2, left, right, cap_in, cap_out,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_DLSE: gl.constexpr, WIDE: gl.constexpr, TMA: gl.constexpr,
+):  # fmt: skip
+    """dQ and delta of one tile of queries; the arguments are ``flash_backward_q_kernel``'s."""
+    first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
+        num_tiles, heads, cu_seqlens_q, cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN
+    )
+    if first_query >= num_queries:
+        return
+    dtype: gl.constexpr = q.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_K, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_D, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    memory_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [warps, 1], [1, 0]
+    )
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_D], dtype)
+    kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
+
+    q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)
+    k_head = head_base(k, batch, head // group, start_k, stride_kb, stride_kh, stride_kn)
+    v_head = head_base(v, batch, head // group, start_k, stride_vb, stride_vh, stride_vn)
+    out_head = head_base(out, batch, head, start_q, stride_ob, stride_oh, stride_on)
+    do_head = head_base(do, batch, head, start_q, stride_dob, stride_doh, stride_don)
+    dq_head = head_base(dq, batch, head, start_q, stride_dqb, stride_dqh, stride_dqn)
+    row_of_lse = (batch * heads + head).to(gl.int64) * seq_q + start_q
+
+    rows = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, memory_layout))
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, memory_layout))
+    inside = gl.expand_dims(rows < num_queries, 1) & gl.expand_dims(columns < HEAD_DIM, 0)
+    if WIDE:
+        rows = rows.to(gl.int64)
+        columns = columns.to(gl.int64)
+    shift = num_keys - num_queries
+    last_query = gl.minimum(first_query + BLOCK_Q, num_queries) - 1
+    begin, full_begin, full_end, end = visible_tiles(
+        first_query, last_query, shift, num_keys, left, right, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    out_i = gl.load(
+        out_head + gl.expand_dims(rows * stride_on, 1) + gl.expand_dims(columns * stride_od, 0),
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    do_i = gl.load(
+        do_head + gl.expand_dims(rows * stride_don, 1) + gl.expand_dims(columns * stride_dod, 0),
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    delta_i = gl.sum(out_i.to(gl.float32) * do_i.to(gl.float32), 1)
+    if HAS_DLSE:  # d lse / d S = P, so a gradient of lse enters where delta does
+        delta_i -= gl.load(dlse + row_of_lse + rows, mask=rows < num_queries, other=0.0)
+    gl.store(delta + row_of_lse + rows, delta_i, mask=rows < num_queries)
+
+    dq_i = gl.zeros((BLOCK_Q, BLOCK_D), gl.float32, d_layout)
+    if begin < end:
+        k_desc = tma.make_tensor_descriptor(
+            k_head, [num_keys, HEAD_DIM], [stride_kn, 1], [BLOCK_K, BLOCK_D], kv_shared
+        )
+        v_desc = tma.make_tensor_descriptor(
+            v_head, [num_keys, HEAD_DIM], [stride_vn, 1], [BLOCK_K, BLOCK_D], kv_shared
+        )
+        k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
+        v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
+        k_barriers = new_barriers()
+        v_barriers = new_barriers()
+        q_i = gl.load(
+            q_head + gl.expand_dims(rows * stride_qn, 1) + gl.expand_dims(columns * stride_qd, 0),
+            mask=inside, other=0.0,
+        )  # fmt: skip
+        q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, q_i)
+        do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, do_i)
+        fence_async_shared()
+        block_barrier()
+        fetch(k_desc, k_tiles, k_barriers, 0, begin, end)
+        fetch(v_desc, v_tiles, v_barriers, 0, begin, end)
+        lse_i = load_lse(
+            lse + row_of_lse, first_query + gl.arange(0, BLOCK_Q, row_layout), num_queries, True
+        )
+        delta_s = gl.convert_layout(delta_i, row_layout)
+        dq_sum = warpgroup_mma_init(dq_i)
+        if HAS_LEFT:
+            dq_sum = add_to_dq(
+                dq_sum, 0, full_begin - begin, q_tile, do_tile, lse_i, delta_s, k_desc, v_desc,
+                k_tiles, v_tiles, k_barriers, v_barriers, begin, end, first_query, shift, num_keys,
+                scale_log2, left, right, cap_in, cap_out,
+                BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, ds_layout,
+            )  # fmt: skip
+        dq_sum = add_to_dq(
+            dq_sum, full_begin - begin, full_end - begin, q_tile, do_tile, lse_i, delta_s,
+            k_desc, v_desc, k_tiles, v_tiles, k_barriers, v_barriers,
+            begin, end, first_query, shift, num_keys,
+            scale_log2, left, right, cap_in, cap_out,
+            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, s_layout, ds_layout,
+        )  # fmt: skip
+        dq_sum = add_to_dq(
+            dq_sum, full_end - begin, end - begin, q_tile, do_tile, lse_i, delta_s,
+            k_desc, v_desc, k_tiles, v_tiles, k_barriers, v_barriers,
+            begin, end, first_query, shift, num_keys,
+            scale_log2, left, right, cap_in, cap_out,
+            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, ds_layout,
+        )  # fmt: skip
+        dq_i = warpgroup_mma_wait(0, deps=[dq_sum])
+        drop_barriers(k_barriers)
+        drop_barriers(v_barriers)
+    gl.store(
+        dq_head + gl.expand_dims(rows * stride_dqn, 1) + gl.expand_dims(columns * stride_dqd, 0),
+        gl.convert_layout((dq_i * scale).to(dtype), memory_layout), mask=inside,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_to_dk_dv(
+    dk, dv, t_begin, t_end, k_tile, v_tile, lse_head, delta_head, q_desc, do_desc,
+    q_tiles, do_tiles, q_barriers, do_barriers, begin, end, first_key, shift, num_queries, num_keys,
+    scale_log2, left, right, cap_in, cap_out,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, EDGE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add dSᵀ Q and Pᵀ dO of tiles ``t_begin`` to ``t_end``; dSᵀ Q is in flight on return."""
+    for t in range(t_begin, t_end):
+        q_i = q_tiles.index(t % STAGES)
+        do_i = do_tiles.index(t % STAGES)
+        nothing = gl.zeros((BLOCK_K, BLOCK_Q), gl.float32, S_LAYOUT)
+        await_tile(q_barriers, t, True)
+        s_t = warpgroup_mma(k_tile, q_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        await_tile(do_barriers, t, True)
+        dp_t = warpgroup_mma(v_tile, do_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        rows = (begin + t) * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+        lse_i = load_lse(lse_head, rows, num_queries, EDGE)
+        if EDGE:
+            delta_i = gl.load(delta_head + rows, mask=rows < num_queries, other=0.0)
+        else:
+            delta_i = gl.load(delta_head + rows)
+        s_t = warpgroup_mma_wait(1, deps=[s_t])  # Sᵀ and the dSᵀ Q before it are done
+        block_barrier()  # every warp has read tile t - 1
+        fetch(q_desc, q_tiles, q_barriers, t + STAGES - 1, begin, end)
+        fetch(do_desc, do_tiles, do_barriers, t + STAGES - 1, begin, end)
+        p_t, slope = probabilities(
+            s_t, gl.expand_dims(lse_i, 0), scale_log2, cap_in, cap_out, SOFTCAP
+        )
+        if EDGE and (HAS_LEFT or HAS_RIGHT):
+            # Keys past the end need no mask: their rows of dK and dV are not stored.
+            keys = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, S_LAYOUT))
+            visible = visible_pairs(
+                gl.expand_dims(rows, 0), gl.expand_dims(keys, 1), shift, num_keys, left, right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p_t = gl.where(visible, p_t, 0.0)
+        p_low = gl.convert_layout(p_t.to(q_tiles.dtype), P_LAYOUT)
+        dv = warpgroup_mma(p_low, do_i, dv, is_async=True)
+        dp_t = warpgroup_mma_wait(1, deps=[dp_t])  # Pᵀ dO is in flight
+        ds_t = p_t * (dp_t - gl.expand_dims(delta_i, 0)) * slope
+        ds_t = gl.convert_layout(ds_t.to(q_tiles.dtype), P_LAYOUT)
+        dk = warpgroup_mma(ds_t, q_i, dk, is_async=True)
+    return dk, dv
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def flash_backward_kv_hopper_kernel(
+    q, k, v, do, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_don, stride_dod,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    heads_kv, group, num_tiles, num_sequences, seq_q, seq_k,
+    scale, scale_log2, left, right, cap_in, cap_out,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUPED: gl.constexpr, WIDE: gl.constexpr, TMA: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys, where each KV head has one query head (else TMA is off)."""
+    gl.static_assert(not GROUPED)
+    first_key, head, batch, start_k, num_keys, start_q, num_queries = locate_tile(
+        num_tiles, heads_kv, cu_seqlens_k, cu_seqlens_q, num_sequences, seq_k, seq_q,
+        BLOCK_K, VARLEN,
+    )  # fmt: skip
+    if first_key >= num_keys:
+        return
+    dtype: gl.constexpr = q.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_Q, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    memory_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [warps, 1], [1, 0]
+    )
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_D], dtype)
+    kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
+
+    q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)
+    k_head = head_base(k, batch, head, start_k, stride_kb, stride_kh, stride_kn)
+    v_head = head_base(v, batch, head, start_k, stride_vb, stride_vh, stride_vn)
+    do_head = head_base(do, batch, head, start_q, stride_dob, stride_doh, stride_don)
+    dk_head = head_base(dk, batch, head, start_k, stride_dkb, stride_dkh, stride_dkn)
+    dv_head = head_base(dv, batch, head, start_k, stride_dvb, stride_dvh, stride_dvn)
+    row_of_lse = (batch * heads_kv + head).to(gl.int64) * seq_q + start_q
+
+    rows = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, memory_layout))
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, memory_layout))
+    inside = gl.expand_dims(rows < num_keys, 1) & gl.expand_dims(columns < HEAD_DIM, 0)
+    if WIDE:
+        rows = rows.to(gl.int64)
+        columns = columns.to(gl.int64)
+    shift = num_keys - num_queries
+    last_key = gl.minimum(first_key + BLOCK_K, num_keys) - 1
+    begin, full_begin, full_end, end = visible_tiles(  # mirrored: see flash_backward
+        first_key, last_key, -shift, num_queries, right, left, BLOCK_Q, HAS_RIGHT, HAS_LEFT
+    )
+    dk_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
+    dv_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
+    if begin < end:
+        q_desc = tma.make_tensor_descriptor(
+            q_head, [num_queries, HEAD_DIM], [stride_qn, 1], [BLOCK_Q, BLOCK_D], q_shared
+        )
+        do_desc = tma.make_tensor_descriptor(
+            do_head, [num_queries, HEAD_DIM], [stride_don, 1], [BLOCK_Q, BLOCK_D], q_shared
+        )
+        q_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_shared)
+        do_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_shared)
+        q_barriers = new_barriers()
+        do_barriers = new_barriers()
+        k_j = gl.load(
+            k_head + gl.expand_dims(rows * stride_kn, 1) + gl.expand_dims(columns * stride_kd, 0),
+            mask=inside, other=0.0,
+        )  # fmt: skip
+        v_j = gl.load(
+            v_head + gl.expand_dims(rows * stride_vn, 1) + gl.expand_dims(columns * stride_vd, 0),
+            mask=inside, other=0.0,
+        )  # fmt: skip
+        k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, k_j)
+        v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, v_j)
+        fence_async_shared()
+        block_barrier()
+        fetch(q_desc, q_tiles, q_barriers, 0, begin, end)
+        fetch(do_desc, do_tiles, do_barriers, 0, begin, end)
+        dk_sum = warpgroup_mma_init(dk_j)
+        dv_sum = warpgroup_mma_init(dv_j)
+        if HAS_RIGHT:
+            dk_sum, dv_sum = add_to_dk_dv(
+                dk_sum, dv_sum, 0, full_begin - begin, k_tile, v_tile,
+                lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
+                q_tiles, do_tiles, q_barriers, do_barriers,
+                begin, end, first_key, shift, num_queries, num_keys,
+                scale_log2, left, right, cap_in, cap_out,
+                BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, p_layout,
+            )  # fmt: skip
+        dk_sum, dv_sum = add_to_dk_dv(
+            dk_sum, dv_sum, full_begin - begin, full_end - begin, k_tile, v_tile,
+            lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
+            q_tiles, do_tiles, q_barriers, do_barriers,
+            begin, end, first_key, shift, num_queries, num_keys,
+            scale_log2, left, right, cap_in, cap_out,
+            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, s_layout, p_layout,
+        )  # fmt: skip
+        dk_sum, dv_sum = add_to_dk_dv(
+            dk_sum, dv_sum, full_end - begin, end - begin, k_tile, v_tile,
+            lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
+            q_tiles, do_tiles, q_barriers, do_barriers,
+            begin, end, first_key, shift, num_queries, num_keys,
+            scale_log2, left, right, cap_in, cap_out,
+            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, p_layout,
+        )  # fmt: skip
+        dk_j, dv_j = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
+        drop_barriers(q_barriers)
+        drop_barriers(do_barriers)
+    gl.store(
+        dk_head + gl.expand_dims(rows * stride_dkn, 1) + gl.expand_dims(columns * stride_dkd, 0),
+        gl.convert_layout((dk_j * scale).to(dtype), memory_layout), mask=inside,
+    )  # fmt: skip
+    gl.store(
+        dv_head + gl.expand_dims(rows * stride_dvn, 1) + gl.expand_dims(columns * stride_dvd, 0),
+        gl.convert_layout(dv_j.to(dtype), memory_layout), mask=inside,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""What the Gluon kernels for Hopper share: the copy engine's tiles, and waiting for them.
+
+Gluon is Triton one floor below: layouts, shared memory, copies and matrix products are written out,
+and a product that was started is waited for where the program says so. ``flash_forward_hopper``
+and ``flash_backward_hopper`` are the same algorithms as ``flash_forward`` and ``flash_backward``,
+which stay the specification; they need Triton 3.6 and a GPU of compute capability 9.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from flashcourse.attention import flash_tiles
+
+LOG2E = flash_tiles.LOG2E
+LN2 = flash_tiles.LN2
+
+# Arithmetic without layouts means the same in both languages.
+locate_tile = gluon.jit(flash_tiles.locate_tile.fn)
+visible_tiles = gluon.jit(flash_tiles.visible_tiles.fn)
+visible_pairs = gluon.jit(flash_tiles.visible_pairs.fn)
+head_base = gluon.jit(flash_tiles.head_base.fn)
+tanh = gluon.jit(flash_tiles.tanh.fn)
+
+# Triton 3.6 has the older names.
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+STAGES = gl.constexpr(2)  # tiles of each stream in shared memory
+
+
+@gluon.jit
+def fetch(descriptor, tiles, barriers, t, begin, end):
+    """Start the copy of tile ``begin + t`` of a stream into its slot, if there is such a tile."""
+    slot = t % STAGES
+    there = begin + t < end
+    first = (begin + t) * descriptor.block_type.shape[0]
+    mbarrier.expect(barriers.index(slot), descriptor.block_type.nbytes, pred=there)
+    copy_tile(descriptor, [first, 0], barriers.index(slot), tiles.index(slot), pred=there)
+
+
+@gluon.jit
+def await_tile(barriers, t, there):
+    """Wait until tile number ``t`` is in its slot.
+
+    The assembler moves the wait for a matrix product ahead of arithmetic that does not need it,
+    which undoes the overlap; it does not move it across the branch that this compiles to.
+    """
+    mbarrier.wait(barriers.index(t % STAGES), (t // STAGES) & 1, pred=there)
+
+
+@gluon.jit
+def new_barriers():
+    """One barrier for each slot of a stream of tiles."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(slot), count=1)
+    return barriers
+
+
+@gluon.jit
+def drop_barriers(barriers):
+    for slot in gl.static_range(STAGES):
+        mbarrier.invalidate(barriers.index(slot))

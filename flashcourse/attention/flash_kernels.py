@@ -1,0 +1,43 @@
+"""Which kernel a launch starts: Triton's, or the one in Gluon that is scheduled by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flashcourse import runtime
+from flashcourse.attention.flash_backward import (
+    flash_backward_kv_kernel,
+    flash_backward_q_kernel,
+)
+from flashcourse.attention.flash_forward import flash_forward_kernel
+from flashcourse.attention.tuning import Kernel, Tiles
+
+
+def kernel_for(name: Kernel, tiles: Tiles, tma: bool) -> Any:
+    """The kernel in Gluon where the table asks for it and it can run, else the one in Triton."""
+    if tiles.gluon and tma and has_gluon():
+        from flashcourse.attention import flash_backward_hopper, flash_forward_hopper
+
+        return {
+            "forward": flash_forward_hopper.flash_forward_hopper_kernel,
+            "backward_q": flash_backward_hopper.flash_backward_q_hopper_kernel,
+            "backward_kv": flash_backward_hopper.flash_backward_kv_hopper_kernel,
+        }[name]
+    return {
+        "forward": flash_forward_kernel,
+        "backward_q": flash_backward_q_kernel,
+        "backward_kv": flash_backward_kv_kernel,
+    }[name]
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """True if this Triton's Gluon has what the kernels for Hopper need (3.6 and newer)."""
+    if runtime.interpreting():
+        return False
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import tma
+    except ImportError:
+        return False
+    return hasattr(tma, "make_tensor_descriptor")
