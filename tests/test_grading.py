@@ -41,6 +41,9 @@ POINTS = {
     "lab6.pack": 3,
     "lab6.packed_mask": 2,
     "lab6.flash_varlen": 5,
+    "lab7.kv_bytes_per_token": 1,
+    "lab7.block_allocator": 4,
+    "lab7.paged_decode": 5,
 }
 
 QUESTIONS = all_questions()
@@ -49,6 +52,7 @@ MISTAKES = [(q, m) for q in QUESTIONS.values() for m in q.mistakes]
 
 def test_questions_and_points_are_the_course_s():
     assert {id: question.points for id, question in QUESTIONS.items()} == POINTS
+    assert sum(POINTS.values()) == 100
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda q: q.id)

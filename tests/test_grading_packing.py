@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import pairwise
-from pathlib import Path
 
-import nbformat
 import pytest
+from solution_answers import changed_answer
 
 from flashcourse.grading import find_question, mark
 
 pytestmark = pytest.mark.needs_triton
-SOLUTION = Path(__file__).parent.parent / "solutions" / "lab6_packing.ipynb"
-IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"
+QUESTION = "lab6.flash_varlen"
 LOAD_BEGIN = "tl.load(cu_seqlens + tl.program_id(2))"
 LOAD_END = "tl.load(cu_seqlens + tl.program_id(2) + 1)"
 TOTAL = "tl.load(cu_seqlens + tl.num_programs(2))"
@@ -52,31 +48,19 @@ CHANGES = {
 }
 
 
-def load(folder, changes):
-    """The solution's function with changes of its text, from a file that Triton can read."""
-    cells = nbformat.read(SOLUTION, 4).cells
-    source = next(cell.source for cell in cells if cell.id == "lab6-flash_varlen")
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    path = folder / f"answer_{abs(hash(source))}.py"
-    path.write_text(IMPORTS + source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module.flash_varlen
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_kernel_with_a_known_mistake_is_named(tmp_path, name):
-    verdict = mark(find_question("lab6.flash_varlen"), load(tmp_path, CHANGES[name]), seed=1)
+    verdict = mark(
+        find_question(QUESTION),
+        changed_answer(tmp_path, QUESTION, "flash_varlen", CHANGES[name]),
+        seed=1,
+    )
     assert verdict.status == "failed"
     assert {n for f in verdict.findings for n, _ in f.mistakes} == {name}, str(verdict)
 
 
 def test_a_loop_of_launches_is_not_one_launch(tmp_path):
-    whole = load(tmp_path, [])
+    whole = changed_answer(tmp_path, QUESTION, "flash_varlen", [])
 
     def one_launch_a_document(q, k, v, cu_seqlens, max_seqlen):
         out = q.new_zeros(q.shape)
@@ -86,6 +70,6 @@ def test_a_loop_of_launches_is_not_one_launch(tmp_path):
             out[first:last] = whole(q[first:last], k[first:last], v[first:last], ends, max_seqlen)
         return out
 
-    verdict = mark(find_question("lab6.flash_varlen"), one_launch_a_document, seed=1)
+    verdict = mark(find_question(QUESTION), one_launch_a_document, seed=1)
     (finding,) = verdict.findings
     assert "8 launches for 8 documents" in finding.message

@@ -63,15 +63,23 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
         started = time.perf_counter()
         try:
             output, error = check.call(answer, *args, **kwargs), ""
+            if torch.cuda.is_initialized():  # what a kernel did wrong is this answer's error
+                torch.cuda.synchronize()
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
             output, error = None, describe_error(raised)
         seconds = time.perf_counter() - started
+    try:
+        changed = _changed(before, (args, kwargs))
+    except RuntimeError:
+        if not error:
+            raise
+        changed = ()  # after an illegal access nothing on the GPU can be read any more
     return Observation(
         output=tree_map(_plain, output),
         error=error,
-        changed_inputs=_changed(before, (args, kwargs)),
+        changed_inputs=changed,
         largest_shape=watch.largest_shape,
         largest_numel=watch.largest_numel,
         live_numel=watch.live_numel,

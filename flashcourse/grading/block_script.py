@@ -1,0 +1,382 @@
+"""What an allocator of KV blocks must do, step by step, whichever free block it chooses.
+
+A script is a list of steps on sequences that are named by numbers. :func:`run_script` lets an
+allocator do them and writes down what can be seen from outside; :func:`judge_script` compares that
+with a :class:`Ledger`. A block's number is never compared: only which entries of which tables are
+one block, and which are not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+from flashcourse.grading.question import Answer, Case, Observation
+
+Step = tuple[Any, ...]
+# ("allocate", new, num_tokens) · ("append", seq) · ("fork", seq, new) · ("free", seq)
+# ("stale", method, seq): the method is called with a sequence that has been freed
+OUT = "OutOfBlocks"
+
+
+def name_of(seq: int) -> str:
+    """A sequence's name in messages: a, b, …, z, then s26."""
+    return chr(ord("a") + seq) if seq < 26 else f"s{seq}"
+
+
+def describe(step: Step) -> str:
+    """A step as the line of Python that it stands for."""
+    kind, *parts = step
+    if kind == "allocate":
+        return f"{name_of(parts[0])} = allocate({parts[1]})"
+    if kind == "fork":
+        return f"{name_of(parts[1])} = fork({name_of(parts[0])})"
+    if kind == "stale":
+        return f"{parts[0]}({name_of(parts[1])}) with {name_of(parts[1])} freed"
+    return f"{kind}({name_of(parts[0])})"
+
+
+# What must happen -------------------------------------------------------------------------------
+
+
+class Ledger:
+    """An allocator that never runs out of names: every block it takes has a new one.
+
+    Args:
+        num_blocks: how many blocks may be in use at once.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.freed: list[int] = []
+        self.taken = 0
+
+    def readers(self, block: int) -> list[int]:
+        """The sequences that hold a block."""
+        return [seq for seq, table in self.tables.items() if block in table]
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - len(set().union(*self.tables.values()))
+
+    def needed(self, step: Step) -> int:
+        """How many free blocks a step takes."""
+        kind, *parts = step
+        if kind == "allocate":
+            return int(-(-parts[1] // self.block_size))
+        if kind == "append":
+            full = self.lengths[parts[0]] % self.block_size == 0
+            return int(full or len(self.readers(self.tables[parts[0]][-1])) > 1)
+        return 0
+
+    def do(self, step: Step) -> tuple[str, tuple[int, int] | None]:
+        """Do a step: its outcome (ok, refused or OutOfBlocks), and the copy an append asks for."""
+        kind, *parts = step
+        if kind == "stale":
+            return "refused", None
+        count = self.needed(step)
+        if count > self.num_free:
+            return OUT, None
+        new = list(range(self.taken, self.taken + count))
+        self.taken += count
+        if kind == "allocate":
+            self.tables[parts[0]], self.lengths[parts[0]] = new, parts[1]
+        elif kind == "fork":
+            self.tables[parts[1]] = list(self.tables[parts[0]])
+            self.lengths[parts[1]] = self.lengths[parts[0]]
+        elif kind == "free":
+            del self.tables[parts[0]], self.lengths[parts[0]]
+            self.freed.append(parts[0])
+        else:
+            return "ok", self._append(parts[0], new)
+        return "ok", None
+
+    def _append(self, seq: int, new: list[int]) -> tuple[int, int] | None:
+        table, full = self.tables[seq], self.lengths[seq] % self.block_size == 0
+        self.lengths[seq] += 1
+        if full:
+            table += new
+        elif new:
+            old, table[-1] = table[-1], new[0]
+            return old, new[0]
+        return None
+
+
+# What does happen -------------------------------------------------------------------------------
+
+
+class _Names:
+    """New names for the numbers of blocks, in the order in which they are seen.
+
+    A block that no table holds loses its name, and gets another when it comes back. So two
+    allocators that differ only in which free block they choose are told alike.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, int] = {}
+        self.given = 0
+
+    def rename(self, tables: dict[int, list[int]]) -> dict[int, list[int]]:
+        held = {block: None for table in tables.values() for block in table}
+        for block in held:
+            if block not in self.names:
+                self.names[block], self.given = self.given, self.given + 1
+        self.names = {block: self.names[block] for block in held}
+        return {seq: [self.names[block] for block in table] for seq, table in tables.items()}
+
+
+def run_script(answer: Answer, num_blocks: int, block_size: int, steps: list[Step]) -> Any:
+    """Let an allocator do a script; what can be seen after every step, as plain data.
+
+    Returns:
+        a list with a dict for the beginning and one for each step: outcome, returned (of append),
+        num_free, tables by sequence with blocks renamed, and outside: a number that is no block's.
+    """
+    allocator = answer(num_blocks, block_size)
+    handles: dict[int, Any] = {}
+    freed: dict[int, Any] = {}
+    names = _Names()
+
+    def seen(outcome: str, returned: Any = None) -> dict[str, Any]:
+        before = dict(names.names)
+        tables = {seq: _table(allocator, handle) for seq, handle in sorted(handles.items())}
+        outside = any(b not in range(num_blocks) for table in tables.values() for b in table)
+        renamed = names.rename(tables)
+        if isinstance(returned, list):
+            old, new = returned
+            after = names.names
+            returned = [{**after, **before}.get(old, -1), {**before, **after}.get(new, -1)]
+        return {
+            "outcome": outcome,
+            "returned": returned,
+            "num_free": _num_free(allocator),
+            "tables": renamed,
+            "outside": outside,
+        }
+
+    log = [seen("ok")]
+    for kind, *parts in steps:
+        if kind == "stale":
+            method, seq = parts
+            if seq not in freed or any(
+                h is freed[seq] or h == freed[seq] for h in handles.values()
+            ):
+                log.append(seen("refused"))  # its handle was given out anew: nothing to ask
+            else:
+                log.append(seen(_try(getattr(allocator, method), freed[seq])))
+            continue
+        if kind != "allocate" and parts[0] not in handles:
+            break  # an earlier step failed that should not have
+        outcome, returned = "ok", None
+        try:
+            if kind == "allocate":
+                handles[parts[0]] = allocator.allocate(parts[1])
+            elif kind == "fork":
+                handles[parts[1]] = allocator.fork(handles[parts[0]])
+            elif kind == "free":
+                allocator.free(handles[parts[0]])
+                freed[parts[0]] = handles.pop(parts[0])
+            else:
+                returned = _pair(allocator.append(handles[parts[0]]))
+        except Exception as error:
+            if OUT not in {cls.__name__ for cls in type(error).__mro__}:
+                raise
+            outcome = OUT
+        log.append(seen(outcome, returned))
+    return log
+
+
+def _try(method: Any, handle: Any) -> str:
+    try:
+        method(handle)
+    except NotImplementedError:
+        raise
+    except Exception:
+        return "refused"
+    return "ok"
+
+
+def _table(allocator: Any, handle: Any) -> list[int]:
+    table = allocator.block_table(handle)
+    try:
+        return [operator.index(block) for block in table]
+    except TypeError:
+        message = f"block_table returned {type(table).__name__}, expected a list of block numbers"
+        raise TypeError(message) from None
+
+
+def _num_free(allocator: Any) -> int:
+    value = allocator.num_free
+    value = value() if callable(value) else value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"num_free is of type {type(value).__name__}, expected an int") from None
+
+
+def _pair(returned: Any) -> Any:
+    """None, the two numbers, or the name of the type that came instead.
+
+    A list of the copies to make, with one pair or none, says the same as the pair or None.
+    """
+    if isinstance(returned, (list, tuple)) and len(returned) == 1:
+        (returned,) = returned
+    if returned is None or (isinstance(returned, (list, tuple)) and not returned):
+        return None
+    try:
+        old, new = returned
+        return [operator.index(old), operator.index(new)]
+    except (TypeError, ValueError):
+        return type(returned).__name__
+
+
+# Comparing --------------------------------------------------------------------------------------
+
+
+def judge_script(case: Case, observation: Observation) -> str | None:
+    """The first step after which something differs from what must happen, or None."""
+    num_blocks, block_size, steps = case.args
+    log = observation.output
+    if not isinstance(log, list) or not all(_is_entry(entry) for entry in log) or not log:
+        return "expected an allocator whose steps can be followed"
+    ledger, pairs = Ledger(num_blocks, block_size), _Pairs()
+    if log[0]["num_free"] != num_blocks:
+        return f"num_free of a new allocator is {log[0]['num_free']}, expected {num_blocks}"
+    for number, step in enumerate(steps, start=1):
+        if number >= len(log):
+            return f"step {number}, `{describe(step)}`, could not be done"
+        needed = ledger.needed(step) if step[0] != "stale" else 0
+        free = ledger.num_free
+        outcome, copy = ledger.do(step)
+        message = _outcome(step, outcome, log[number], needed, free)
+        message = message or pairs.compare(ledger, log[number]["tables"])
+        message = message or _numbers(ledger, log[number])
+        if message is None and step[0] == "append" and outcome == "ok":
+            message = _returned(copy, log[number]["returned"], pairs)
+        if message:
+            unchanged = "" if outcome == "ok" else " (a call that raises must change nothing)"
+            note = unchanged if log[number]["outcome"] == outcome else ""
+            return f"step {number}, `{describe(step)}`: {message}{note}"
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    """True if it is what :func:`run_script` writes: the process it ran in is not trusted."""
+    keys = {"outcome", "returned", "num_free", "tables", "outside"}
+    if not isinstance(entry, dict) or set(entry) != keys or not isinstance(entry["tables"], dict):
+        return False
+    tables = entry["tables"].values()
+    numbers = [n for table in tables if isinstance(table, list) for n in [None, *table]]
+    return numbers.count(None) == len(tables) and all(type(n) in (int, type(None)) for n in numbers)
+
+
+def _outcome(
+    step: Step, expected: str, entry: dict[str, Any], needed: int, free: int
+) -> str | None:
+    came = entry["outcome"]
+    if came == expected:
+        return None
+    blocks = f"it needs {_blocks(needed)}, and {_are(free)} free"
+    if expected == "refused":
+        return "it was accepted, expected an error: a KeyError or a ValueError"
+    if expected == OUT:
+        return f"it returned, expected OutOfBlocks: {blocks}"
+    return f"it raised {came}, though {blocks}"
+
+
+def _numbers(ledger: Ledger, entry: dict[str, Any]) -> str | None:
+    if entry["outside"]:
+        return f"a table holds a number outside 0 to {ledger.num_blocks - 1}"
+    if entry["num_free"] != ledger.num_free:
+        used = ledger.num_blocks - ledger.num_free
+        return (
+            f"num_free is {entry['num_free']}, expected {ledger.num_free}: the tables hold "
+            f"{used} of {ledger.num_blocks} blocks"
+        )
+    return None
+
+
+def _returned(copy: tuple[int, int] | None, came: Any, pairs: _Pairs) -> str | None:
+    if copy is None:
+        if came is None:
+            return None
+        what = "a pair of blocks" if isinstance(came, list) else f"a value of type {came}"
+        return f"append returned {what}, expected None: nothing has to be copied"
+    expected = [pairs.names.get(copy[0]), pairs.names.get(copy[1])]
+    if came == expected:
+        return None
+    if came is None:
+        return "append returned None, expected (old block, new block): the shared one was replaced"
+    if isinstance(came, list):
+        reverse = came == expected[::-1]
+        return "append returned " + (
+            "(new block, old block), expected (old block, new block)"
+            if reverse
+            else "two blocks which are not (old block, new block)"
+        )
+    return f"append returned a value of type {came}, expected (old block, new block)"
+
+
+class _Pairs:
+    """Which of the ledger's blocks is which of the allocator's: one to one, if all is right."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, Any] = {}
+        self.blocks: dict[Any, int] = {}
+
+    def compare(self, ledger: Ledger, tables: dict[Any, Any]) -> str | None:
+        """What is wrong with the tables, or None."""
+        for seq, expected in ledger.tables.items():
+            message = self._compare(ledger, seq, expected, tables.get(seq, []))
+            if message:
+                return message
+        return None
+
+    def _compare(self, ledger: Ledger, seq: int, expected: list[int], came: Any) -> str | None:
+        name, length = name_of(seq), ledger.lengths[seq]
+        if not isinstance(came, list) or len(came) != len(expected):
+            return (
+                f"the table of {name} has {_blocks(len(came))}, expected {len(expected)}: "
+                f"{length} tokens in blocks of {ledger.block_size}"
+            )
+        for entry, (block, theirs) in enumerate(zip(expected, came, strict=True)):
+            if self.names.setdefault(block, theirs) != theirs:
+                others = [name_of(other) for other in ledger.readers(block) if other != seq]
+                if others:
+                    return (
+                        f"entry {entry} of {name}'s table is not the block that {others[0]} has "
+                        "there, and they share it"
+                    )
+                return (
+                    f"entry {entry} of {name}'s table is another block than before, and nothing "
+                    "had to be moved"
+                )
+            if self.blocks.setdefault(theirs, block) != block:
+                return self._two_owners(ledger, seq, entry, self.blocks[theirs])
+        if max(Counter(came).values(), default=1) > 1:
+            return f"the table of {name} holds a block twice"
+        return None
+
+    def _two_owners(self, ledger: Ledger, seq: int, entry: int, held: int) -> str:
+        owners = [name_of(other) for other in ledger.readers(held)]
+        name = name_of(seq)
+        if owners == [name]:
+            return f"the table of {name} holds a block twice"
+        if owners:
+            return (
+                f"entry {entry} of {name}'s table is a block of {', '.join(owners)}: what one "
+                "writes there, the other reads"
+            )
+        return f"entry {entry} of {name}'s table is a block that should have been given back"
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" + ("" if count == 1 else "s")
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"
