@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, NullLocator
 
 from flashcourse.show.style import (
     BLACK,
@@ -44,7 +45,7 @@ def draw_errors(errors: Mapping[str, float], limit: float | None, title: str) ->
         ax.text(max(error, low) * 1.4, row, f"{error:.1e}" if error else "0", va="center")
     if limit is not None:
         ax.axvline(limit, color=VERMILION, ls="--", lw=1, label="allowed by the accuracy rule")
-        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2))
+        figure.legend(loc="outside lower center")
     ax.set_xscale("log")
     ax.set_xlim(low, high)
     ax.set_yticks(range(len(errors)), list(errors))
@@ -118,7 +119,9 @@ def draw_phases(rows: Rows, value: str, ylabel: str, title: str) -> Figure:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
-        ax.minorticks_off()
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         ax.set_title(phase, fontsize=10)
         ax.set_ylabel(ylabel)
     for ax in list(axes.flat)[len(phases) :]:
@@ -220,17 +223,17 @@ def draw_survival(gains: Mapping[str, float], title: str) -> Figure:
     Args:
         gains: by the name of the level, from the kernel to the service.
     """
-    figure, axes = new_figure(7.2, 0.9 + 0.45 * len(gains))
+    figure, axes = new_figure(8.0, 0.9 + 0.45 * len(gains))
     ax: Any = axes
-    for row, (name, gain) in enumerate(gains.items()):
+    for row, gain in enumerate(gains.values()):
         ax.barh(row, gain - 1, left=1, color=SKY if row else BLUE, height=0.65)
-        ax.text(max(gain, 1), row, f" {gain:.2f}×  ({name})", va="center", fontsize=9)
+        ax.text(max(gain, 1), row, f" {gain:.2f}×", va="center", fontsize=9)
     ax.axvline(1, color=BLACK, lw=1)
-    ax.set_yticks([])
+    ax.set_yticks(range(len(gains)), list(gains), fontsize=9)
     ax.set_ylim(len(gains) - 0.5, -0.5)
     ax.set_xscale("log", base=2)
     top = max([2.0, *gains.values()])
-    ax.set_xlim(min([0.8, *gains.values()]) * 0.95, top * top**0.7 * 2)
+    ax.set_xlim(min([0.8, *gains.values()]) * 0.95, top * top**0.15 * 1.1)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")
     ax.minorticks_off()
     ax.set(title=title)
