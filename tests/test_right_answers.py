@@ -1,8 +1,8 @@
 """No right answer is rejected: the solutions, and answers written in other ways, on many inputs.
 
 A thorough run (``make test THOROUGH=1``) draws 200 inputs a question; FLASHCOURSE_SEEDS says
-another number. The parts of a long run go to several processes: ``pytest -n 8``, but on a GPU
-``lab4.speed`` wants to be alone: ``-n 0 -k lab4.speed``.
+another number. The parts of a long run go to several processes: ``pytest -n 8 --dist load``, but
+on a GPU ``lab4.speed`` wants to be alone: ``-n 0 -k lab4.speed``.
 """
 
 from __future__ import annotations

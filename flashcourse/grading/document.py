@@ -71,10 +71,11 @@ def run_document(
     notebook.write_text(notebook_text(copy), encoding="utf-8")
     (place / "pytest.ini").write_text("[pytest]\n")
     program = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    program += ["-p", "no:playwright", "-p", "no:hypothesispytest", "-c", str(place / "pytest.ini")]
+    program += ["-p", "nbval.plugin", "-c", str(place / "pytest.ini")]
     program += ["--rootdir", str(place), f"--junitxml={report}", "--nbval-lax"]
     program += ["--nbval-current-env", f"--nbval-cell-timeout={limits.seconds:g}"]
     variables = environment(folder)
+    variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # nbval alone, whatever else is installed
     if GUARD.is_file():
         (place / "nbval_guard.py").write_bytes(GUARD.read_bytes())
         program += ["-p", "nbval_guard"]

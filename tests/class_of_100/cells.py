@@ -289,10 +289,7 @@ def flash_forward(q, k, v, is_causal=False):
     "endless": ("def flash_forward(q, k, v, is_causal=False):\n    while True: pass", TIMEOUT),
     "endless_when_defined": ("import time\ntime.sleep(100000)", TIMEOUT),
     "endless_kernel": (
-        _KERNEL.format(
-            body="i = 0\n    while n > 0:\n        i += 1\n"
-            "        tl.store(out, i.to(tl.float32) if False else 0.0)"
-        ),
+        _KERNEL.format(body="while n > 0:\n        tl.store(out, 0.0)"),
         TIMEOUT,
     ),
     "writes_far_away": (

@@ -63,6 +63,6 @@ def variables() -> dict[str, str]:
     return {
         **os.environ,
         "FLASHCOURSE_QUESTIONS": "small_lab.double small_lab.add",
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
     }
