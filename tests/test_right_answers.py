@@ -60,6 +60,7 @@ def test_other_right_answers_are_never_rejected(question, answer, seeds):
     never_rejected(question, answer, seeds)
 
 
+@pytest.mark.needs_triton
 def test_every_question_has_two_other_right_answers():
     counts = Counter(question_id for question_id, _ in other_right_answers())
     assert {name: counts[name] for name in QUESTIONS if counts[name] < 2} == {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
-from flashcourse.grading import mistakes_triton_forward as mistakes
 from flashcourse.measure.kernel_source import kernel_source
 
 SOLVED = Path(__file__).parents[2] / "solutions" / "lab4_triton_forward.ipynb"
@@ -98,6 +97,8 @@ def right_forwards() -> list[Cell]:
     """The solution, which is fast enough, and four others, which may be too slow."""
     from right_answers import lab4
 
+    from flashcourse.grading import mistakes_triton_forward as mistakes
+
     solution = Cell("solution", _solved("lab4-flash_forward"), speed=("passed",))
     backwards = f"{kernel_source(lab4._backwards_kernel)}\n\n" + inspect.getsource(
         lab4.from_the_last_key
@@ -153,12 +154,16 @@ _OPTIONS = {
 
 
 def _with_kernel(kernel: str, options: str = "") -> str:
+    from flashcourse.grading import mistakes_triton_forward as mistakes
+
     launch = inspect.getsource(mistakes.launch)
     return _marked("flash_forward", _AROUND.format(kernel=kernel, launch=launch, options=options))
 
 
 def wrong_forwards() -> list[Cell]:
     """Every known mistake, as a kernel."""
+    from flashcourse.grading import mistakes_triton_forward as mistakes
+
     right = kernel_source(mistakes.forward_kernel)
     cells = []
     for name, changes in mistakes.CHANGES.items():
