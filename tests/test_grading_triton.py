@@ -180,6 +180,8 @@ def test_speed_needs_a_gpu_with_matrix_units(monkeypatch):
     assert "Tesla T4, compute capability 7.5" in needs_matrix_units()
     monkeypatch.setattr(runtime, "compute_capability", lambda: (9, 0))
     assert needs_matrix_units() == ""
+    monkeypatch.setenv("FLASHCOURSE_UNTIMED", "1")  # in a notebook that runs beside others
+    assert "measures speed by itself" in needs_matrix_units()
 
 
 def test_a_wrong_kernel_fails_the_speed_question_without_a_gpu_too():

@@ -30,6 +30,7 @@ from flashcourse.grading.limits import (
     memory_of,
     paused,
 )
+from flashcourse.grading.triton_work import UNTIMED
 
 MAX_REPORT = 8 * 2**20
 GUARD = PACKAGE.parent / "tests" / "plugins" / "nbval_guard.py"  # finds dead kernels at once
@@ -75,6 +76,7 @@ def run_document(
     program += ["--rootdir", str(place), f"--junitxml={report}", "--nbval-lax"]
     program += ["--nbval-current-env", f"--nbval-cell-timeout={limits.seconds:g}"]
     variables = environment(folder)
+    variables[UNTIMED] = "1"
     variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # nbval alone, whatever else is installed
     if GUARD.is_file():
         (place / "nbval_guard.py").write_bytes(GUARD.read_bytes())

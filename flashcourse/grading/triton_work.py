@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from flashcourse import runtime
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, score_tolerance
 from flashcourse.grading.question import Answer, Case, Mistake, Observation
 
+UNTIMED = "FLASHCOURSE_UNTIMED"  # a variable: a notebook that `grade` runs measures no time
 EPS16 = torch.finfo(torch.float16).eps
 TILES = (64, 32, 16, 128)  # the sides that a learner's tiles may have
 # Mistakes whose numbers depend on the tiles, and on which side of them.
@@ -80,6 +82,8 @@ def needs_matrix_units() -> str:
             "products support (8.0): there they run without the matrix units, and no kernel "
             "written in Triton can be fast"
         )
+    if UNTIMED in os.environ:
+        return "`grade` runs other notebooks beside this one; it measures speed by itself"
     return ""
 
 
