@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -21,7 +18,7 @@ from flashcourse.grading.gate import Gate
 from flashcourse.grading.limits import Limits, choose_sandbox, descendants
 from flashcourse.grading.mark import mark_observed
 from flashcourse.grading.marking import Rivals, Settings, _look
-from flashcourse.grading.process import StartFailed, Stopped, Workshop
+from flashcourse.grading.process import StartFailed, Workshop
 from flashcourse.grading.question import Case, Observation
 from flashcourse.grading.race import WARM_UP, run_race
 
@@ -290,70 +287,75 @@ def test_the_sums_of_right_outputs_pass_and_guesses_fail(seed):
         assert speed.judge_rows(changed, wrong)
 
 
-# Alone on the GPU -------------------------------------------------------------------------------
+# On a GPU ---------------------------------------------------------------------------------------
+
+WITH_SOLUTION = {
+    "the solution": ("", ""),
+    "ten times the work": (
+        """
+        import time
+        once = flash_forward
+        time.perf_counter = time.monotonic = lambda: 0.0
+        torch.cuda.synchronize = lambda *a: None
+        torch.cuda.Event = None
+        def flash_forward(q, k, v, is_causal=False):
+            for _ in range(10):
+                both = once(q, k, v, is_causal)
+            return both
+        """,
+        "times as fast",
+    ),
+    "kept": (
+        """
+        once, kept = flash_forward, []
+        def flash_forward(q, k, v, is_causal=False):
+            if q.shape[2] < 1000:
+                return once(q, k, v, is_causal)
+            if not kept:
+                kept.append(once(q, k, v, is_causal))
+            return kept[0]
+        """,
+        "inputs it had not seen before",
+    ),
+    "nothing done unless watched": (
+        WATCHED
+        + """
+once = flash_forward
+def flash_forward(q, k, v, is_causal=False):
+    if watched():
+        return once(q, k, v, is_causal)
+    return torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+""",
+        "inputs it had not seen before",
+    ),
+}
 
 
-def test_a_measurement_waits_for_others_and_is_not_overtaken(tmp_path):
-    one, two, three = (Gate(tmp_path / "gate") for _ in range(3))
-    order = []
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("name", WITH_SOLUTION)
+def test_speed_on_a_gpu_is_earned(tmp_path, name):
+    from class_of_100.cells import right_forwards
 
-    def measure():
-        with two.alone():
-            order.append("measured")
+    from flashcourse.grading import find_question
+    from flashcourse.grading.triton_work import needs_matrix_units
 
-    def come_later():
-        with three.shared():
-            order.append("came later")
-
-    with one.shared():
-        assert not one.wanted()
-        threads = [threading.Thread(target=measure)]
-        threads[0].start()
-        while not one.wanted():
-            time.sleep(0.01)
-        threads.append(threading.Thread(target=come_later))
-        threads[1].start()
-        time.sleep(0.1)
-        assert order == []
-        one.give_way()
-        assert order[0] == "measured"
-    for thread in threads:
-        thread.join(5)
-    assert order == ["measured", "came later"]
-    assert one.held == ""
-
-
-def test_an_answer_at_work_stands_still_while_another_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHCOURSE_QUESTIONS", "small_lab.race")
-    monkeypatch.setenv("PYTHONPATH", str(small_lab.TESTS))
-    gate, other = Gate(tmp_path / "gate"), Gate(tmp_path / "gate")
-    case = next(iter(CHECK.cases(torch.Generator().manual_seed(0))))
-    with Workshop(tmp_path / "w", choose_sandbox("auto"), Limits(seconds=3), gate) as workshop:
-        workshop.define({"a": "def answer(x):\n    while True: pass"}, "answer")
-        family = descendants(workshop._line.process.pid)
-        assert family
-
-        def states():
-            stats = [Path("/proc", str(pid), "stat").read_text() for pid in family]
-            return {stat.rpartition(")")[2].split()[0] for stat in stats}
-
-        found = []
-
-        def measure():
-            time.sleep(0.5)
-            started = time.monotonic()
-            with other.alone():
-                found.append(states())
-                found.append(time.monotonic() - started)
-                time.sleep(2.5)
-            found.append(states())
-
-        thread = threading.Thread(target=measure)
-        thread.start()
-        started = time.monotonic()
-        with gate.shared(), pytest.raises(Stopped, match="no answer within 3 seconds"):
-            workshop.observe(QUESTION, CHECK, case)
-        thread.join(10)
-    assert found[0] == {"T"}
-    assert found[1] < 2  # it did not wait for the answer's limit
-    assert time.monotonic() - started > 5  # and its time did not count against the answer
+    if needs_matrix_units():
+        pytest.skip(f"not verified on this machine: {needs_matrix_units()}")
+    more, says = WITH_SOLUTION[name]
+    cells = {
+        "imports": "import torch\nimport triton\nimport triton.language as tl",
+        "solution": right_forwards()[0].source,
+        "more": dedent(more),
+    }
+    question = find_question("lab4.speed")
+    settings = Settings(0, choose_sandbox("auto"), Limits(seconds=120))
+    with (
+        Rivals(tmp_path / "rivals", settings) as rivals,
+        Workshop(tmp_path / "answers", settings.sandbox, settings.limits) as workshop,
+    ):
+        workshop.define(cells, "flash_forward")
+        verdict = mark_observed(
+            question, lambda check, case: _look(question, check, case, workshop, rivals), seed=1
+        )
+    assert verdict.status == ("failed" if says else "passed"), str(verdict)
+    assert says in str(verdict)
