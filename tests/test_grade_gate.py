@@ -1,4 +1,4 @@
-"""A measurement has the GPU alone: others wait for it, or stand still in the middle of their work."""
+"""A measurement has the GPU alone: others wait for it, or stand still meanwhile."""
 
 from __future__ import annotations
 
