@@ -105,6 +105,18 @@ def test_the_environment_keeps_what_triton_needs_and_no_secret(tmp_path, monkeyp
     assert "secret" not in str(variables)
 
 
+def test_packages_of_this_user_alone_are_found(tmp_path, monkeypatch):
+    theirs = tmp_path / "user-site"
+    theirs.mkdir()
+    monkeypatch.setattr(limits.site, "ENABLE_USER_SITE", True)
+    monkeypatch.setattr(limits.site, "getusersitepackages", lambda: str(theirs))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = command_line(Sandbox("landlock"), Limits(), folder, ["python"], gpu=False)
+    assert str(theirs) in json.loads(words[4])["readable"]
+    assert str(theirs) in environment(folder)["PYTHONPATH"].split(os.pathsep)
+
+
 LOOPS = """
 import sys
 from pathlib import Path

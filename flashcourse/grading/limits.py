@@ -167,9 +167,16 @@ def _readable() -> list[str]:
     """Folders a program needs in order to run: the system, Python, this package. Not its parent,
     where the solutions lie."""
     own = [sys.prefix, sys.base_prefix, *site.getsitepackages(), str(PACKAGE)]
-    places = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    own += [p for p in places if Path(p).resolve() != PACKAGE.parent.resolve()]
+    own += [p for p in _search_path() if Path(p).resolve() != PACKAGE.parent.resolve()]
     return sorted({*SYSTEM, *own})
+
+
+def _search_path() -> list[str]:
+    """Where Python looks for packages beside its own folders. A submission has another home, so
+    what is installed for this user alone has to be named."""
+    places = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    own = site.getusersitepackages()
+    return [*places, own] if site.ENABLE_USER_SITE and os.path.isdir(own) else places
 
 
 def _bubblewrap(folder: Path, readable: list[str], *, gpu: bool) -> list[str]:
@@ -210,7 +217,6 @@ def _own_tasks() -> int:
 def environment(folder: Path) -> dict[str, str]:
     """The environment of a submission: little of the grader's, and folders of its own."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     places = {
         "HOME": "home",
         "TMPDIR": "tmp",
@@ -228,7 +234,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {
         **kept,
         **{name: str(folder / place) for name, place in places.items()},
-        "PYTHONPATH": os.pathsep.join([*paths, str(PACKAGE.parent)]),
+        "PYTHONPATH": os.pathsep.join([*_search_path(), str(PACKAGE.parent)]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",
