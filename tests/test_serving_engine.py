@@ -65,6 +65,27 @@ def test_the_kernels_give_the_same_tokens(kind):
     check_all(requests)
 
 
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("rows", [2, 8])
+def test_rows_that_stand_for_nobody_change_nothing(kind, rows):
+    """On a GPU decoding batches are padded, so that few shapes occur."""
+    served = engine(CACHES[kind](), headroom=0)
+    served._model.decode_rows = rows
+    requests = [served.submit(p, max_new_tokens=3 + 2 * n) for n, p in enumerate(PROMPTS)]
+    served.run()
+    check_all(requests)
+
+
+@pytest.mark.needs_triton
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_that_stand_for_nobody_and_the_kernels(kind):
+    served = engine(CACHES[kind](), attention="flashcourse", token_budget=16)
+    served._model.decode_rows = 4
+    requests = [served.submit(p, max_new_tokens=3) for p in PROMPTS[:3]]
+    served.run()
+    check_all(requests)
+
+
 def test_preempted_requests_lose_no_token():
     served = engine(paged(tokens=44), headroom=0)
     requests = [

@@ -79,24 +79,20 @@ def caches(model: Any, page_size: int = 16) -> dict[str, Callable[[], KVCache]]:
 def run(
     model: Any, make_cache: Callable[[], KVCache], load: list[Arrival], attention: str
 ) -> tuple[list[Request], dict[str, Any]]:
-    """Serve a load once to compile and warm up, and once more on an empty cache to measure."""
-    for part in (load[: MAX_RUNNING // 4], load):
-        engine = Engine(
-            model, make_cache(), token_budget=BUDGET, max_running=MAX_RUNNING, attention=attention
-        )
-        requests = serve(engine, part)
-    found = report(requests, engine.steps)
-    print(found, flush=True)
-    usage = [step.usage for step in engine.steps]
-    thin = max(1, len(usage) // 200)  # enough for a picture
+    """Serve a load from an empty cache: the requests, and what was measured."""
+    engine = Engine(
+        model, make_cache(), token_budget=BUDGET, max_running=MAX_RUNNING, attention=attention
+    )
+    requests = serve(engine, load)
+    steps = engine.steps
     row = {
-        **found.as_dict(),
-        "step_ms": 1e3 * sum(s.time - s.begun for s in engine.steps) / len(engine.steps),
+        **report(requests, steps).as_dict(),
+        "step_ms": 1e3 * sum(step.time - step.begun for step in steps) / len(steps),
         "cache_bytes": engine.cache.num_bytes,
         "over_time": [
-            [round(step.time - engine.steps[0].begun, 4), step.running, step.waiting,
+            [round(step.time - steps[0].begun, 4), step.running, step.waiting,
              step.usage.used, step.usage.reserved]
-            for step in engine.steps[::thin]
+            for step in steps[:: max(1, len(steps) // 200)]  # enough for a picture
         ],
     }  # fmt: skip
     return requests, row
@@ -105,22 +101,36 @@ def run(
 def compare(
     model: Any, load: list[Arrival], *, turns: int, attention: str = "flashcourse"
 ) -> dict[str, Any]:
-    """Both caches on one load; the turn with the median throughput counts, of two the slower."""
+    """Both caches on one load, in turns: one to compile and warm up, the others are measured.
+
+    Returns:
+        ``caches``: of each the row of the turn with the median throughput, of two the slower;
+        ``ratio`` of their tokens a second; ``requests``: those of the last turn, by cache.
+    """
     rows: dict[str, list[dict[str, Any]]] = {"contiguous": [], "paged": []}
     outputs = {}
-    for turn in range(turns):
+    for turn in range(turns + 1):
         for name, make in sorted(caches(model).items(), reverse=bool(turn % 2)):
-            print(f"{name}:", end=" ", flush=True)
-            requests, row = run(model, make, load, attention)
-            rows[name].append(row)
-            outputs[name] = requests
+            outputs[name], row = run(model, make, load, attention)
+            if turn:
+                rows[name].append(row)
     middle = {
         name: sorted(found, key=lambda row: row["tokens_per_second"])[(len(found) - 1) // 2]
         for name, found in rows.items()
     }
     ratio = middle["paged"]["tokens_per_second"] / middle["contiguous"]["tokens_per_second"]
-    print(f"paged serves {ratio:.2f}× the tokens a second", flush=True)
     return {"caches": middle, "ratio": ratio, "requests": outputs}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """What :func:`compare` found, in lines."""
+    lines = [
+        f"{name:<10} {row['tokens_per_second']:>7,.0f} tokens/s, {row['max_running']:>3} at once, "
+        f"{row['waste']:5.1%} waste, first token {row['first_token']['p50']:.2f} s (median), step "
+        f"{row['step_ms']:.1f} ms, {row['preemptions']} preemptions"
+        for name, row in found["caches"].items()
+    ]
+    return "\n".join([*lines, f"pages serve {found['ratio']:.2f}× the tokens a second"])
 
 
 def check(model: Any, outputs: dict[str, list[Request]], sample: int) -> dict[str, Any]:
@@ -177,7 +187,7 @@ def price_of_indirection(*, batch: int = 64, context: int = 8192) -> dict[str, A
 
 
 def main(
-    requests: Annotated[int, typer.Option(min=8, help="Requests of the load.")] = 384,
+    requests: Annotated[int, typer.Option(min=8, help="Requests of the load.")] = 256,
     turns: Annotated[int, typer.Option(min=1, help="Measured runs of each cache.")] = 2,
     sample: Annotated[
         int, typer.Option(min=1, help="Requests to compare with generate_batch.")
@@ -221,6 +231,7 @@ def main(
         load = make_load(lengths, model.config.vocab_size, text=text)
         found = compare(model, load, turns=turns)
         outputs = found.pop("requests")
+        print(describe(found), flush=True)
         row = {"parameters": count_parameters(model), "dtype": str(model.dtype)[6:], **found}
         if kind == "checked":
             row["agreement"] = check(model, outputs, sample)

@@ -89,7 +89,7 @@ def agree_with_generate_batch(
     config = ContinuousBatchingConfig(
         num_blocks=num_blocks,
         use_cuda_graph=False,  # one thing less that could differ
-        max_batch_tokens=max(64, min(2048, sum(len(r.prompt) for r in requests))),
+        max_batch_tokens=max(64, min(1024, sum(len(r.prompt) for r in requests))),
         **{name: value for name, value in options.items() if name in known},
     )
     # One length for all: a greedy answer that goes on longer begins with the same tokens.

@@ -65,6 +65,7 @@ class ServedModel:
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).eval()
         self.model.set_attn_implementation(NAME)
         self.attention = attention
+        self.decode_rows = ROWS_ON_GPU if model.device.type == "cuda" else 1
 
     @torch.inference_mode()
     def logits(self, cache: KVCache, work: Sequence[Work], wanted: Sequence[Work]) -> torch.Tensor:
@@ -82,8 +83,8 @@ class ServedModel:
         for seq_q, members in _by_length(work):
             members.sort(key=lambda w: cache.order(w.sequence))
             batch = len(members)
-            if seq_q == 1 and cache.device.type == "cuda":
-                batch = round_up(batch, ROWS_ON_GPU)
+            if seq_q == 1:
+                batch = round_up(batch, self.decode_rows)
             where = cache.locate([w.sequence for w in members], batch)
             groups.append(_Group(total, batch, seq_q, where))
             for number, w in enumerate(members):
