@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from flashcourse.grading import confine, limits
-from flashcourse.grading.limits import Limits, Sandbox, choose_sandbox, command_line, environment
+from flashcourse.grading.limits import (
+    Limits,
+    Sandbox,
+    SandboxError,
+    choose_sandbox,
+    command_line,
+    environment,
+)
+from flashcourse.grading.process import StartFailed, Workshop
 
 ROOT = Path(__file__).parents[1]
 LANDLOCK = [
@@ -161,3 +169,13 @@ def test_an_answer_ends_with_a_grader_that_is_killed(tmp_path, kind):
     while processes_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("status", "error"), [(3, StartFailed), (confine.FAILED, SandboxError)])
+def test_a_start_that_fails_says_whether_the_sandbox_was_to_blame(tmp_path, status, error):
+    command = (
+        f"{sys.executable} -c 'import sys; print(\"so\", file=sys.stderr); sys.exit({status})'"
+    )
+    sandbox = Sandbox("command", command=f"{command} {{command}}")
+    with Workshop(tmp_path, sandbox, Limits()) as workshop, pytest.raises(error, match="so"):
+        workshop.define({"a": "x = 1"}, "x")

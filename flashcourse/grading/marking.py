@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -168,7 +168,11 @@ def mark_submission(
             _check_gpu()
     if settings.document:
         progress("the notebook as a document")
-        marks.document = run_document(lab, answers, settings.sandbox, settings.limits, folder, gate)
+        limits = settings.limits
+        if any(outcome.status == "timeout" for outcome in marks.outcomes):  # it will hang as well
+            seconds = min(limits.document_seconds, 1.5 * limits.seconds)
+            limits = replace(limits, document_seconds=seconds)
+        marks.document = run_document(lab, answers, settings.sandbox, limits, folder, gate)
     return marks
 
 

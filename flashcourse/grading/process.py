@@ -249,14 +249,15 @@ class Workshop:
 
     def _await_start(self) -> None:
         """Wait until the process says that it is there, and count what belongs to it."""
+        assert self._line is not None
+        process = self._line.process
         left, self.left = self.left, START_SECONDS
         try:
             message, _ = self._receive()
         except Stopped as error:
             said = self.printed.decode(errors="replace").strip()[-2000:]
-            code = self._line.process.poll() if self._line else FAILED
             self.close()
-            if code == FAILED:
+            if process.poll() == FAILED:
                 raise SandboxError(said) from error
             raise StartFailed(f"the process for answers did not start: {error}\n{said}") from error
         finally:
