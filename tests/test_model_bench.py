@@ -8,9 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashcourse import bench_packing, bench_varlen, runtime
-from flashcourse.bench_packing import Case, check_layouts, choose, compare_curves, compare_row
-from flashcourse.bench_varlen import KINDS, VarlenRow, draw_lengths, race_varlen, varlen_rows
+from flashcourse import runtime
+from flashcourse.bench import packing as bench_packing
+from flashcourse.bench import varlen as bench_varlen
+from flashcourse.bench.packing import Case, check_layouts, choose, compare_curves, compare_row
+from flashcourse.bench.varlen import KINDS, VarlenRow, draw_lengths, race_varlen, varlen_rows
 from flashcourse.model import LAYOUTS, Layout, Size, packed_batch, padded_batch, small_llama
 
 SMALL = Size(32, 1, 2, 1, 16, 48, 300, 24, 60, 4, 6, 3e-3)

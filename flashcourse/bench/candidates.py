@@ -21,6 +21,7 @@ from flashcourse.measure.why_not import BACKENDS, why_not
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 OURS = "flashcourse"
 PAGE_SIZES = (16, 64)
+SLOW, SLOW_LIMIT = ("MATH", "EFFICIENT"), 4096
 
 
 class LeftOut(Exception):
@@ -132,6 +133,8 @@ def _sdpa(name: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         raise LeftOut("SDPA has no window: it needs a mask over all pairs, and then saves nothing")
     if shape.is_causal and shape.seq_q != shape.seq_k:
         raise LeftOut("SDPA's is_causal is aligned to the top left: another function")
+    if name in SLOW and shape.seq_q > SLOW_LIMIT:
+        raise LeftOut(f"not measured beyond {SLOW_LIMIT} queries: it would take most of the run")
     gqa = shape.heads != shape.heads_kv
     verdict = why_not(q, k, v, is_causal=shape.is_causal, enable_gqa=gqa)[name]
     if not verdict.allowed:
@@ -148,8 +151,11 @@ def _sdpa(name: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 @functools.cache
 def _compiled_flex() -> tuple[Any, Any]:
+    import torch._functorch.config
     from torch.nn.attention import flex_attention as flex
 
+    # A backward that is run several times on one graph may not reuse the forward's buffers.
+    torch._functorch.config.donated_buffer = False
     return torch.compile(flex.flex_attention, dynamic=False), flex.create_block_mask
 
 

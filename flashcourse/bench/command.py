@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +47,10 @@ def bench(
         Path | None,
         typer.Option(help="Triton's 06-fused-attention.py, to measure it too.", exists=True),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Begin no shape after this time; the rest is left out by name."),
+    ] = None,
     tune: Annotated[
         bool, typer.Option(help="Instead, look for the fastest tiles of the course's kernels.")
     ] = False,
@@ -86,7 +91,7 @@ def bench(
         console.print(NO_GPU)
         raise typer.Exit(2)
     if tune:
-        from flashcourse.bench_tune import tune as find_tiles
+        from flashcourse.bench.tune import tune as find_tiles
 
         find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"])
         return
@@ -95,16 +100,23 @@ def bench(
     from flashcourse.measure.recorded import record
 
     command = _typed(grid, shape, only, rounds, out, tutorial)
-    result = measure(shapes, candidates, command, rounds, console)
+
+    def keep(partial: report.Report) -> None:
+        """After every shape: a run that is cut off leaves what it has measured."""
+        record(f"bench_{name}", partial.to_json(), made_by=command)
+        if out is not None:
+            report.write_json(partial, out / f"{name}.json")
+
+    result = measure(shapes, candidates, command, rounds, console, minutes=minutes, keep=keep)
     for direction in ("forward", "backward", "both"):
         if any(direction in s.directions for s in shapes):
             console.print(report.table(result, direction))
     for line in [*report.reasons(result), *report.summary(result)]:
         console.print(line, markup=False, highlight=False)
-    console.print(f"{len(shapes)} shapes in {result.seconds:.0f} s")
-    record(f"bench_{name}", result.to_json(), made_by=command)
+    console.print(f"{len(result.rows)} shapes in {result.seconds:.0f} s")
+    if result.left:
+        console.print(f"not begun within {minutes:g} minutes: {'; '.join(result.left)}")
     if out is not None:
-        report.write_json(result, out / f"{name}.json")
         written = [f"{name}.json", *(p.name for p in charts.write_charts(result, out / name))]
         console.print(f"written: {', '.join(written)}")
     for mistake in result.mistakes:
@@ -129,9 +141,15 @@ def _typed(
 
 def measure(
     shapes: list[Shape], candidates: list[Candidate], command: str, rounds: int, console: Console,
-    device: str = "cuda",
+    device: str = "cuda", minutes: float | None = None,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:  # fmt: skip
-    """Race the candidates on every shape, with a progress bar; returns the Report."""
+    """Race the candidates on every shape, with a progress bar; returns the Report.
+
+    Args:
+        minutes: begin no shape after so long; None: no limit.
+        keep: called with the report after every shape.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
 
@@ -144,9 +162,15 @@ def measure(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Elapsed())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("checking and timing", total=len(shapes))
+        result.left = [str(shape) for shape in shapes]
         for shape in shapes:
+            if minutes is not None and time.perf_counter() - started > 60 * minutes:
+                break
             progress.update(task, description=str(shape))
             result.rows.append((shape, race(shape, candidates, device, rounds)))
+            result.left = [str(s) for s in shapes[len(result.rows) :]]
+            result.seconds = time.perf_counter() - started
+            result.rows.sort(key=lambda row: (row[0].family, row[0].seq_k))
+            keep(result)
             progress.advance(task)
-    result.seconds = time.perf_counter() - started
     return result

@@ -165,7 +165,8 @@ def _one_turn(
     for direction, call in make().items():
         # The L2 cache is cleared before each run. That also hides the time Python needs for a
         # launch, which would be all one sees of short inputs.
-        once = time_ms(call, warmup=int(warmup), repeats=1, clear_l2=True, device=device)
+        cold = int(warmup and direction != "both")  # both are warm by then
+        once = time_ms(call, warmup=cold, repeats=1, clear_l2=True, device=device)
         repeats = max(0, min(MOST_REPEATS, int(BUDGET_MS / max(once, 1e-6))) - 1)
         taken[direction] += once.times
         if repeats:

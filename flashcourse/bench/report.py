@@ -34,12 +34,14 @@ class Report:
         ceilings: of this machine, measured at the beginning of the run.
         rows: each shape with the outcomes of its candidates.
         seconds: how long the run took.
+        left: shapes that were not begun, because the time was over.
     """
 
     command: str
     ceilings: Ceilings | None
     rows: list[tuple[Shape, list[Outcome]]] = field(default_factory=list)
     seconds: float = 0.0
+    left: list[str] = field(default_factory=list)
 
     def speed(self, shape: Shape, outcome: Outcome, direction: Direction) -> float:
         """TFLOP/s of the matrix products."""
@@ -76,6 +78,7 @@ class Report:
             "command": self.command,
             "date": datetime.date.today().isoformat(),
             "seconds": round(self.seconds, 1),
+            "left": self.left,
             "machine": machine() | {"cuda": str(torch.version.cuda), "cudnn": str(cudnn)},
             "ceilings": None if self.ceilings is None else {
                 "bandwidth_bytes_s": self.ceilings.bandwidth,

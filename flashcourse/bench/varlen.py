@@ -1,11 +1,12 @@
 """The varlen kernel against PyTorch's ``varlen_attn``, on lengths as training meets them.
 
-:func:`race_varlen` is for other benchmarks to call; ``python -m flashcourse.bench_varlen`` prints
+:func:`race_varlen` is for other benchmarks to call; ``python -m flashcourse.bench.varlen`` prints
 its rows. It needs a GPU and PyTorch 2.11.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import statistics
@@ -23,7 +24,7 @@ from flashcourse.measure.recorded import machine, record
 from flashcourse.measure.timing import time_ms
 
 RECORD = "varlen"
-MADE_BY = "python -m flashcourse.bench_varlen"
+MADE_BY = "python -m flashcourse.bench.varlen"
 KINDS = ("mean 300, cv 1.2", "mean 420, cv 0.45", "one long among many short")
 ALLOWED = 2.0  # times PyTorch's own error; twice as much again for gradients
 CHECKED = 4096  # tokens of the sequences whose outputs are compared with float64
@@ -148,7 +149,8 @@ def _torch(q: Any, k: Any, v: Any, offsets: torch.Tensor, longest: int) -> torch
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}
-    if q.shape[1] != k.shape[1]:
+    # Newer releases want to be asked for grouped heads; older ones just take them.
+    if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     out: Any = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
     return out

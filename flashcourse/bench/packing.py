@@ -1,6 +1,6 @@
 """Padded against packed training on a GPU: real tokens a second, memory, and the same loss.
 
-``python -m flashcourse.bench_packing`` measures and prints; with ``FLASHCOURSE_RECORD=1`` it keeps
+``python -m flashcourse.bench.packing`` measures and prints; with ``FLASHCOURSE_RECORD=1`` it keeps
 the record that lesson 07 shows to those without a GPU.
 """
 
@@ -10,12 +10,14 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from flashcourse import runtime
+from flashcourse.bench.report import write_whole
 from flashcourse.measure.memory import readable_bytes
 from flashcourse.measure.recorded import machine, record
 from flashcourse.model import (
@@ -36,7 +38,7 @@ from flashcourse.model.batches import IGNORED, on_device
 from flashcourse.model.small_llama import size_named
 
 RECORD = "packing_training"
-MADE_BY = "python -m flashcourse.bench_packing"
+MADE_BY = "python -m flashcourse.bench.packing"
 TARGETS_AGREE = 0.05  # of the spread of the targets' losses: what bfloat16 rounds away
 SKIP = 5  # steps that compile and allocate
 
@@ -58,7 +60,7 @@ class Case:
 
 
 CASES = (
-    Case("padding wastes about half", 64, 256, 1024),
+    Case("padding wastes about half", 128, 256, 1024),
     Case("a small batch", 16, 256, 1024),
     Case("all documents, short ones too", 128, 2, 1024),
     Case("equal lengths", 64, 512, 512),
@@ -264,7 +266,7 @@ def main(
     limit: Annotated[int | None, typer.Option(help="Training documents; none: all.")] = None,
     case: Annotated[int | None, typer.Option(help="Only this case, counted from 0.")] = None,
     json_out: Annotated[
-        str | None, typer.Option("--json", help="Also write the rows here.")
+        Path | None, typer.Option("--json", help="Also write the rows here.")
     ] = None,
 ) -> None:
     """Train the course's model padded and packed, and compare."""
@@ -283,14 +285,28 @@ def main(
     for chosen in CASES if case is None else (CASES[case],):
         rows.append(measure_case(model, documents, chosen, steps=steps, dtype=dtype))
         print(compare_row(rows[-1]), flush=True)
+        _keep(size, parameters, dtype, corpus, rows, [], json_out, case is None)
     del model
-    curves: list[dict[str, Any]] = []
     if curve_steps:
         curves = loss_curves(
             documents, held_out, CASES[0], size, layouts=(LAYOUTS[0], LAYOUTS[2]), seeds=(0, 1),
             steps=curve_steps, dtype=dtype,
         )  # fmt: skip
         print(compare_curves(curves), flush=True)
+        _keep(size, parameters, dtype, corpus, rows, curves, json_out, case is None)
+
+
+def _keep(
+    size: str,
+    parameters: int,
+    dtype: torch.dtype,
+    corpus: Corpus,
+    rows: list[dict[str, Any]],
+    curves: list[dict[str, Any]],
+    json_out: Path | None,
+    whole: bool,
+) -> None:
+    """Write what there is so far: a run that is cut off keeps its finished cases."""
     results = {
         "size": size,
         "parameters": parameters,
@@ -299,11 +315,11 @@ def main(
         "rows": rows,
         "curves": curves,
     }
-    if json_out:
-        with open(json_out, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), **results}, file, indent=1)
-    if case is None and record(RECORD, results, MADE_BY):
-        print(f"kept as the record {RECORD!r}")
+    if json_out is not None:
+        text = json.dumps({"machine": machine(), **results}, indent=1)
+        write_whole(json_out, text.encode("utf-8"))
+    if whole:
+        record(RECORD, results, MADE_BY)
 
 
 if __name__ == "__main__":
