@@ -249,7 +249,8 @@ def test_a_step_that_fails_costs_no_request(monkeypatch):
             served.step()
     assert served._model.logits == works
     assert served.cache.usage().reserved == 0
-    assert [r.state for r in served.scheduler.waiting] == ["waiting"] * 3
+    assert list(served.scheduler.waiting) == requests  # in their order
+    assert [r.state for r in requests] == ["waiting"] * 3
     served.run()
     check_all(requests)
 

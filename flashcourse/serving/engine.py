@@ -192,8 +192,10 @@ class Engine:
                  for w in ready],
             ) if ready else []  # fmt: skip
         except BaseException:
-            for w in reversed(work):
-                self.scheduler.preempt(w.request)
+            at_work = {w.request for w in work}
+            for request in reversed(self.scheduler.running[:]):  # so that they wait in order
+                if request in at_work:
+                    self.scheduler.preempt(request)
             raise
         self.clock.worked(sum(w.count for w in work))
         now = self.clock.now()
