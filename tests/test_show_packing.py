@@ -44,6 +44,8 @@ def test_the_packed_mask_counts_tiles_and_hides_neighbours():
 def test_speeds_are_relative_to_the_base():
     (axes,) = packing.draw_speeds([("x", {"a": 2.0, "b": 5.0})], "speed", "a").axes
     assert [text.get_text() for text in axes.texts] == [" 1.00", " 2.50"]
+    (axes,) = packing.draw_speeds([("x", {"a": 2.0}), ("y", {"a": 2.0, "b": 5.0})], "s", "a").axes
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"a", "b"}
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -115,18 +115,21 @@ def _quick() -> list[Shape]:
 
 
 def _paper() -> list[Shape]:
-    lengths = {
-        "float16": (4096, 1024, 16384, 2048, 8192, 512),
-        "bfloat16": (4096, 1024, 16384),  # the same kernels: enough to see that they are
-    }
-    shapes = [
-        Shape(n, n, d, causal, dtype, flex=dtype == "float16" and n == 4096)
-        for dtype, ns in lengths.items()
-        for n, d, causal in itertools.product(ns, (64, 128), (False, True))
-    ]
-    shapes += [Shape(n, n, 128, True, "bfloat16", heads_kv=8, flex=False) for n in (4096, 16384)]
-    shapes += [Shape(16384, 16384, d, True, "bfloat16", window=1024, flex=False) for d in (64, 128)]
-    return shapes
+    """What tells most comes first: a run with a time limit leaves out the end."""
+
+    def square(lengths: tuple[int, ...], dtype: str) -> list[Shape]:
+        return [
+            Shape(n, n, d, causal, dtype, flex=(n, causal, dtype) == (4096, True, "float16"))
+            for n, d, causal in itertools.product(lengths, (64, 128), (False, True))
+        ]
+
+    grouped = [Shape(n, n, 128, True, "bfloat16", heads_kv=8, flex=False) for n in (4096, 16384)]
+    windows = [Shape(16384, 16384, d, True, "bfloat16", window=1024, flex=False) for d in (64, 128)]
+    return [
+        *square((4096, 1024, 16384, 2048, 8192), "float16"),
+        *square((16384,), "bfloat16"), *grouped, *windows,
+        *square((4096, 1024), "bfloat16"), *square((512,), "float16"),
+    ]  # fmt: skip
 
 
 MOST_CACHE_BYTES = 16 * 2**30  # of K and V in a row of the decode grid; the pages are copies

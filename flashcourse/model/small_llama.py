@@ -40,7 +40,7 @@ SIZES = {
     # A CPU trains this in seconds; Triton's interpreter runs it, slowly.
     "tiny": Size(64, 2, 4, 2, 16, 128, 512, 64, 400, 4, 60, 3e-3),
     # About 16 million parameters: minutes on a GPU.
-    "small": Size(384, 8, 6, 2, 64, 1024, 8192, 1024, None, 64, 1500, 1e-3),
+    "small": Size(384, 8, 6, 2, 64, 1024, 8192, 1024, None, 64, 700, 1e-3),
     # About 100 million: large enough that a step's time is the GPU's and not Python's.
     "base": Size(768, 12, 12, 4, 64, 2560, 8192, 512, None, 64, 1500, 6e-4),
 }

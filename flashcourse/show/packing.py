@@ -165,13 +165,15 @@ def draw_speeds(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, base
     figure, axes = new_figure(7.4, 0.6 + 0.62 * len(rows) + 0.5)
     height = 0.8 / len(names)
     for number, name in enumerate(names):
+        label: str | None = name
         for row, (_, values) in enumerate(rows):
             if name not in values or base not in values:
                 continue
             ratio = values[name] / values[base]
             place = row + (number - (len(names) - 1) / 2) * height
             axes.barh(place, ratio, height=height * 0.9, color=LINES[number % len(LINES)],
-                      label=name if row == 0 else None)  # fmt: skip
+                      label=label)  # fmt: skip
+            label = None
             axes.text(ratio, place, f" {ratio:.2f}", va="center", fontsize=8)
     axes.axvline(1, color=GREY, lw=1)
     axes.set_yticks(range(len(rows)), [case for case, _ in rows])
