@@ -64,10 +64,10 @@ class Case:
 
 CASES = (
     Case("padding wastes about half", 128, 256, 1024, dense_mask=False),
-    Case("the same, half the batch", 64, 256, 1024),
+    Case("the same, half the batch", 64, 256, 1024, dense_mask=False),
     Case("the same, a small batch", 16, 256, 1024),
-    Case("all documents, short ones too", 128, 2, 1024),
-    Case("equal lengths", 64, 512, 512),
+    Case("all documents, short ones too", 128, 2, 1024, dense_mask=False),
+    Case("equal lengths", 64, 512, 512, dense_mask=False),
     Case("one document a batch", 1, 256, 1024),
 )
 
