@@ -60,7 +60,7 @@ def test_every_request_gets_what_it_gets_alone(kind, temperature):
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_kernels_give_the_same_tokens(kind):
     served = engine(CACHES[kind](), attention="flashcourse", token_budget=8)
-    requests = [served.submit(p, max_new_tokens=4) for p in PROMPTS[:4]]
+    requests = [served.submit(p, max_new_tokens=3) for p in PROMPTS[:3]]
     served.run()
     check_all(requests)
 
@@ -81,7 +81,7 @@ def test_rows_that_stand_for_nobody_change_nothing(kind, rows):
 def test_rows_that_stand_for_nobody_and_the_kernels(kind):
     served = engine(CACHES[kind](), attention="flashcourse", token_budget=16)
     served._model.decode_rows = 4
-    requests = [served.submit(p, max_new_tokens=3) for p in PROMPTS[:3]]
+    requests = [served.submit(p, max_new_tokens=2) for p in PROMPTS[:2]]
     served.run()
     check_all(requests)
 

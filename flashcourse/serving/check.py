@@ -88,7 +88,8 @@ def agree_with_generate_batch(
     known = ContinuousBatchingConfig.__dataclass_fields__  # 5.17 does not know that one
     config = ContinuousBatchingConfig(
         num_blocks=num_blocks,
-        use_cuda_graph=False,  # one thing less that could differ
+        use_cuda_graph=False,  # the plain way: two things less that could differ
+        use_async_batching=False,
         max_batch_tokens=max(64, min(1024, sum(len(r.prompt) for r in requests))),
         **{name: value for name, value in options.items() if name in known},
     )
