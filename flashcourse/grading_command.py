@@ -46,7 +46,7 @@ def grade(
     ] = None,
 ) -> None:
     """Grade labs: every answer runs shut in, in a process that knows nothing of the marks."""
-    from flashcourse.course.files import LABS, CourseError, course_root
+    from flashcourse.files import LABS, CourseError, course_root
     from flashcourse.grading.batch import Batch, BatchError
     from flashcourse.grading.limits import Limits, SandboxError, choose_sandbox
     from flashcourse.grading.marking import Settings

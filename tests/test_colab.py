@@ -13,8 +13,8 @@ from colab_machine import errors, listed_packages, make_environment, printed, ru
 from nbformat.v4 import new_code_cell, new_notebook
 
 from flashcourse.course import colab, on_colab
-from flashcourse.course.files import LABS, LESSONS, ColabSettings, CourseError, notebooks_in
 from flashcourse.course.labs import graded_cells
+from flashcourse.files import LABS, LESSONS, ColabSettings, CourseError, notebooks_in
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = ColabSettings("", "v1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import hostile
 import pytest
 
-from flashcourse.course.files import CourseError
+from flashcourse.files import CourseError
 from flashcourse.grading import submissions as reading
 from flashcourse.grading.assemble import (
     Answers,

@@ -14,7 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from flashcourse.course import labs
-from flashcourse.course.files import (
+from flashcourse.files import (
     LABS,
     SOLUTIONS,
     CourseError,
@@ -59,7 +59,7 @@ def test_every_lab_is_what_its_solution_gives() -> None:
 
 def test_making_them_again_gives_the_same_bytes() -> None:
     program = (
-        "import hashlib; from flashcourse.course import labs, files;"
+        "import hashlib; from flashcourse import files; from flashcourse.course import labs;"
         "made = labs.lab_files(files.course_root());"
         "print([(p.name, hashlib.sha256(t.encode()).hexdigest()) for p, t in made.items()])"
     )

@@ -13,7 +13,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from flashcourse.course.files import (
+from flashcourse.course.rules import problems
+from flashcourse.course.stamp import WIDGET_VIEW, stamp, stamped_files
+from flashcourse.files import (
     LABS,
     LESSONS,
     SOLUTIONS,
@@ -26,8 +28,6 @@ from flashcourse.course.files import (
     read_notebook,
     write_whole,
 )
-from flashcourse.course.rules import problems
-from flashcourse.course.stamp import WIDGET_VIEW, stamp, stamped_files
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ColabSettings("https://example.org/course.git", "v1")

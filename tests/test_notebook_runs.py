@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from flashcourse.cli import app
 from flashcourse.course import commands, execute
-from flashcourse.course.files import (
+from flashcourse.course.labs import graded_cells
+from flashcourse.files import (
     LABS,
     LESSONS,
     CourseError,
@@ -21,7 +22,6 @@ from flashcourse.course.files import (
     read_notebook,
     write_whole,
 )
-from flashcourse.course.labs import graded_cells
 
 ROOT = Path(__file__).parents[1]
 

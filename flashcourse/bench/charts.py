@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashcourse.bench.grids import DIRECTIONS, Direction
-from flashcourse.bench.report import Report, write_whole
+from flashcourse.bench.report import Report
+from flashcourse.files import write_whole
 from flashcourse.show.backends import Panel, draw_benchmark
 from flashcourse.show.figure import png
 
@@ -55,6 +56,6 @@ def write_charts(report: Report, stem: Path) -> list[Path]:
             )  # fmt: skip
             number = f"-{part}" if len(shown) > MOST_PANELS else ""
             path = stem.with_name(f"{stem.name}-{direction}{number}.png")
-            write_whole(path, png(figure))
+            write_whole({path: png(figure)})
             written.append(path)
     return written

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from flashcourse import runtime
-from flashcourse.bench.report import write_whole
+from flashcourse.files import write_whole
 from flashcourse.measure.memory import readable_bytes
 from flashcourse.measure.recorded import machine, record
 from flashcourse.model import (
@@ -323,7 +323,7 @@ def _keep(
     }
     if json_out is not None:
         text = json.dumps({"machine": machine(), **results}, indent=1)
-        write_whole(json_out, text.encode("utf-8"))
+        write_whole({json_out: text})
     if whole:
         record(RECORD, results, MADE_BY)
 

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rich.table import Table
 from flashcourse.bench.candidates import OURS
 from flashcourse.bench.grids import Direction, Shape
 from flashcourse.bench.race import Outcome
+from flashcourse.files import write_whole
 from flashcourse.measure.ceilings import Ceilings
 from flashcourse.measure.recorded import machine
 
@@ -217,15 +217,7 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, or leave what was there: never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
 def write_json(report: Report, path: Path) -> None:
     """The whole report as JSON. A run that is stopped leaves the file of the run before."""
     text = json.dumps(report.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(path, (text + "\n").encode("utf-8"))
+    write_whole({path: text + "\n"})

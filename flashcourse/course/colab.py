@@ -10,7 +10,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
-from flashcourse.course.files import (
+from flashcourse.files import (
     LABS,
     LESSONS,
     ColabSettings,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashcourse.course.files import (
+from flashcourse.files import (
     CourseError,
     course_root,
     differing,

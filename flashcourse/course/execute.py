@@ -13,7 +13,9 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 
 from flashcourse.course.colab import CELL_ID
-from flashcourse.course.files import (
+from flashcourse.course.rules import output_problems
+from flashcourse.course.stamp import clear_outputs, stamp
+from flashcourse.files import (
     LESSONS,
     CourseError,
     colab_settings,
@@ -22,8 +24,6 @@ from flashcourse.course.files import (
     read_notebook,
     write_whole,
 )
-from flashcourse.course.rules import output_problems
-from flashcourse.course.stamp import clear_outputs, stamp
 
 CELL_SECONDS = 300  # a cell that takes longer has hung; a whole lesson should take under 60
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from nbformat import NotebookNode
 
-from flashcourse.course.files import (
+from flashcourse.course.stamp import stamp
+from flashcourse.files import (
     LABS,
     SOLUTIONS,
     CourseError,
@@ -21,7 +22,6 @@ from flashcourse.course.files import (
     notebooks_in,
     read_notebook,
 )
-from flashcourse.course.stamp import stamp
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 CHECK = "-check"  # the cell that grades `lab1-softmax` is `lab1-softmax-check`

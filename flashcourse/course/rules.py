@@ -13,7 +13,8 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 from flashcourse.course.colab import setup_cell
-from flashcourse.course.files import (
+from flashcourse.course.stamp import stamp
+from flashcourse.files import (
     LABS,
     LESSONS,
     SOLUTIONS,
@@ -24,7 +25,6 @@ from flashcourse.course.files import (
     notebooks_in,
     read_notebook,
 )
-from flashcourse.course.stamp import stamp
 
 MOST_BYTES = 1_500_000
 MOST_CELLS = 40

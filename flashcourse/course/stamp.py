@@ -8,7 +8,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 from flashcourse.course.colab import CELL_ID, setup_cell
-from flashcourse.course.files import (
+from flashcourse.files import (
     LESSONS,
     SOLUTIONS,
     ColabSettings,

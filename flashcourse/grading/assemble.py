@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashcourse.course.files import CourseError, read_notebook
+from flashcourse.files import CourseError, read_notebook
 from flashcourse.grading.submissions import Cell, Submission
 
 MARK = re.compile(r"#\s*lab:\s*([\w.-]+)\s*")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import flashcourse
-from flashcourse.course.files import write_whole
+from flashcourse.files import write_whole
 from flashcourse.grading.assemble import Lab, load_labs, which_lab
 from flashcourse.grading.document import Document
 from flashcourse.grading.marking import Marks, Outcome, Settings

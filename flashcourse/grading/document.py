@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashcourse import runtime
-from flashcourse.course.files import notebook_text
+from flashcourse.files import notebook_text
 from flashcourse.grading.assemble import Answers, Lab, pristine_copy
 from flashcourse.grading.gate import Gate
 from flashcourse.grading.limits import (

@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flashcourse.course.files import write_whole
+from flashcourse.files import write_whole
 
 WORDS = {
     "passed": "passed",

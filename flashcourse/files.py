@@ -1,4 +1,7 @@
-"""Where the course's files are, and how they are written: whole or not at all."""
+"""Where the course's files are, and how they are written: whole or not at all.
+
+The course, its grader and the benchmarks import this; it imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def course_root() -> Path:
     Raises:
         CourseError: flashcourse was installed without its checkout.
     """
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / "pyproject.toml").is_file():
         raise CourseError(
             f"no pyproject.toml beside the package in {root}: this command works on the course's "
