@@ -134,8 +134,8 @@ class Batch:
             news: queue.SimpleQueue[tuple[Job, str, Any]] = queue.SimpleQueue()
             count = max(1, min(self.workers, waiting))
             gpus = torch.cuda.device_count()
-            if gpus:  # one that takes all of the memory takes it from nobody else
-                self.settings.share = 0.9 / -(-count // gpus)
+            if gpus:  # one that takes all it gets leaves the others theirs, and the grader its own
+                self.settings.share = 0.75 / -(-count // gpus)
             crew = [
                 Foreman(number, self.settings, self.out, open_jobs, news) for number in range(count)
             ]
