@@ -5,6 +5,7 @@ Under half a minute on one free core.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from textwrap import dedent
@@ -237,6 +238,20 @@ def test_a_hopeless_answer_is_measured_once():
     assert answer.laps == [WARM_UP]
     assert output["ms"] == pytest.approx(1000)
     assert output["wrong"] is None
+
+
+def test_what_is_wrong_is_not_timed():
+    always_wrong = dataclasses.replace(CHECK, name="wrong", judge=lambda *_: "no", race=None)
+    question = dataclasses.replace(QUESTION, checks=(always_wrong, CHECK))
+    looked_at = []
+
+    def look(check, case):
+        looked_at.append(check.name)
+        return Observation()
+
+    verdict = mark_observed(question, look, seed=0)
+    assert verdict.status == "failed"
+    assert looked_at == ["wrong"]
 
 
 def test_errors_have_their_owner():
