@@ -179,3 +179,32 @@ def test_a_start_that_fails_says_whether_the_sandbox_was_to_blame(tmp_path, stat
     sandbox = Sandbox("command", command=f"{command} {{command}}")
     with Workshop(tmp_path, sandbox, Limits()) as workshop, pytest.raises(error, match="so"):
         workshop.define({"a": "x = 1"}, "x")
+
+
+STRAYS = """
+import os, subprocess, sys, time
+from flashcourse.grading.confine import adopt_orphans
+from flashcourse.grading.limits import descendants, end_strays
+adopt_orphans()
+kept = subprocess.Popen(["sleep", "60"])
+# A child that leaves a grandchild in a session of its own and ends.
+left = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True)"
+subprocess.run([sys.executable, "-c", left], check=True)
+names = lambda: sorted(
+    open(f"/proc/{pid}/cmdline").read().split(chr(0))[1] for pid in descendants(os.getpid())
+)
+print(names())
+end_strays([kept.pid])
+print(names(), kept.poll())
+kept.kill()
+"""
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="not verified on this machine: processes are not listed"
+)
+def test_what_was_left_behind_is_found_and_ended():
+    said = subprocess.run(
+        [sys.executable, "-c", STRAYS], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines() == ["['60', '61']", "['60'] None"]

@@ -314,3 +314,22 @@ def end_all(process: subprocess.Popen, patience: float = 10.0) -> None:
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
+
+
+def end_strays(kept: Iterable[int]) -> None:
+    """End what came of this process, however it was left behind, but for some and what is theirs.
+
+    A process that has adopted its orphans (:func:`flashcourse.grading.confine.adopt_orphans`) finds
+    here those whose parent has ended, where no namespace of their own ends them.
+    """
+    spared = {pid for process in kept for pid in (process, *descendants(process))}
+    for _ in range(20):  # one that is at it may start another meanwhile
+        strays = [pid for pid in descendants(os.getpid()) if pid not in spared]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            _signal(strays, number)
+        for pid in strays:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not strays:
+            return
+        time.sleep(0.01)

@@ -269,6 +269,10 @@ class Rivals:
             rival.close()
         self._kept.clear()
 
+    def processes(self) -> list[int]:
+        """Their ids."""
+        return [pid for rival in self._kept.values() if (pid := rival.pid()) is not None]
+
     @contextmanager
     def at(self, question: Question, check: Check, gate: Gate) -> Iterator[_Rival]:
         """The opponent of a check, started on the first call; a failed one is replaced."""
@@ -283,7 +287,7 @@ class Rivals:
         try:
             yield rival
         finally:
-            if rival.alive():
+            if rival.pid() is not None:
                 self._kept[key] = rival
 
 

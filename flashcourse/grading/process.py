@@ -188,9 +188,11 @@ class Workshop:
             raise Stopped(status_of(error), f"your answer raised {error}")
         return error
 
-    def alive(self) -> bool:
-        """True while the process is there."""
-        return self._line is not None and self._line.process.poll() is None
+    def pid(self) -> int | None:
+        """The id of the process, None when it is not there."""
+        if self._line is None or self._line.process.poll() is not None:
+            return None
+        return self._line.process.pid
 
     def finish(self) -> None:
         """End a question's process; the next question gets a fresh one."""

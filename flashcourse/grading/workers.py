@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from flashcourse.grading.assemble import Lab
+from flashcourse.grading.confine import adopt_orphans
+from flashcourse.grading.limits import end_strays
 from flashcourse.grading.marking import (
     Marks,
     Outcome,
@@ -192,6 +194,7 @@ def work_through(line: Any, settings: Settings, work: Path, parent: int) -> None
     signal.signal(signal.SIGTERM, _stop_now)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    adopt_orphans()
     temporary = work / "tmp"  # removed with the work, however this process ends
     temporary.mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -208,6 +211,7 @@ def work_through(line: Any, settings: Settings, work: Path, parent: int) -> None
                 try:
                     _mark_one(line, job, done, settings, folder, rivals)
                 finally:
+                    end_strays(rivals.processes())
                     shutil.rmtree(folder, ignore_errors=True)
     except (EOFError, OSError, Poisoned, _Told):
         os._exit(0)  # at once: torch takes its time to go
