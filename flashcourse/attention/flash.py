@@ -185,7 +185,7 @@ class _Flash(torch.autograd.Function):
         _save_for_backward(ctx, inputs, output)
         return output
 
-    backward = _FlashInTransforms.backward
+    backward = _FlashInTransforms.backward  # type: ignore[assignment]
 
 
 @torch.library.custom_op("flashcourse::flash_forward", mutates_args=())
