@@ -123,6 +123,47 @@ def test_messages_name_the_step_and_what_it_does():
     assert message.startswith("step 2, `free(a)`: num_free is 2, expected 4")
 
 
+def test_two_living_sequences_with_one_handle():
+    class Counted(ALLOCATORS[0]):
+        """Its next handle is the number of living sequences."""
+
+        def allocate(self, num_tokens):
+            self.handle = len(self.living) if hasattr(self, "living") else 0
+            self.living = {**getattr(self, "living", {}), self.handle: super().allocate(num_tokens)}
+            return self.handle
+
+        def free(self, seq):
+            super().free(self.living.pop(seq))
+
+        def block_table(self, seq):
+            return super().block_table(self.living[seq])
+
+    steps = [("allocate", A, 1), ("allocate", B, 1)]
+    assert judged(Counted, 4, 3, *steps) is None
+    message = judged(Counted, 4, 3, *steps, ("free", A), ("allocate", C, 1))
+    assert message.startswith("step 4, `c = allocate(1)`: it returned the handle of b")
+
+
+def test_another_error_than_the_one_that_was_agreed():
+    class Other(ALLOCATORS[0]):
+        def allocate(self, num_tokens):
+            try:
+                return super().allocate(num_tokens)
+            except Exception:
+                raise RuntimeError from None
+
+        def free(self, seq):
+            try:
+                super().free(seq)
+            except (KeyError, ValueError):
+                raise TypeError from None
+
+    message = judged(Other, 1, 2, ("allocate", A, 3))
+    assert "it raised RuntimeError, expected OutOfBlocks: it needs 2 blocks, and 1 is" in message
+    message = judged(Other, 1, 2, ("allocate", A, 1), ("free", A), ("stale", "free", A))
+    assert "it raised TypeError, expected an error: a KeyError or a ValueError" in message
+
+
 @pytest.mark.parametrize("value", [1.0, None, "3", [1]])
 def test_a_num_free_that_is_no_number_is_refused(value):
     allocator = type("Odd", (ALLOCATORS[1],), {"__getattribute__": None})
@@ -268,6 +309,23 @@ def who_did_the_work(answer):
     checks = tuple(check for check in question.checks if check.work)
     verdict = mark(replace(question, checks=checks, mistakes=()), answer, seed=1)
     return [finding.message for finding in verdict.findings]
+
+
+@pytest.mark.needs_triton
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("*block_table.stride()", "block_table.stride(0), 1"),
+        ("PAGE_SIZE=page_size", "PAGE_SIZE=16"),
+    ],
+)
+def test_what_the_table_looks_like_counts(tmp_path, change):
+    """Strides of the table; and a wrong size of pages is an answer that fails, not a crash."""
+    name = "any strides" if "stride" in change[0] else "any page size"
+    question = find_question(QUESTION)
+    checks = tuple(check for check in question.checks if check.name == name)
+    answer = changed_answer(tmp_path, QUESTION, "paged_decode", [change])
+    assert mark(replace(question, checks=checks, mistakes=()), answer, seed=1).status == "failed"
 
 
 @pytest.mark.needs_triton

@@ -18,6 +18,7 @@ Step = tuple[Any, ...]
 # ("allocate", new, num_tokens) · ("append", seq) · ("fork", seq, new) · ("free", seq)
 # ("stale", method, seq): the method is called with a sequence that has been freed
 OUT = "OutOfBlocks"
+TAKEN = "it returned the handle of"
 
 
 def name_of(seq: int) -> str:
@@ -133,13 +134,18 @@ def run_script(answer: Answer, num_blocks: int, block_size: int, steps: list[Ste
     """Let an allocator do a script; what can be seen after every step, as plain data.
 
     Returns:
-        a list with a dict for the beginning and one for each step: outcome, returned (of append),
+        a list with a dict for the beginning and one for each step: outcome (ok, refused, the name
+        of the error, or whose handle was given out twice), returned (of append),
         num_free, tables by sequence with blocks renamed, and outside: a number that is no block's.
     """
     allocator = answer(num_blocks, block_size)
     handles: dict[int, Any] = {}
     freed: dict[int, Any] = {}
-    names = _Names()
+    names, ledger = _Names(), Ledger(num_blocks, block_size)
+
+    def taken_by(handle: Any) -> int | None:
+        """The sequence that has this handle already."""
+        return next((seq for seq, h in handles.items() if h is handle or h == handle), None)
 
     def seen(outcome: str, returned: Any = None) -> dict[str, Any]:
         before = dict(names.names)
@@ -162,9 +168,7 @@ def run_script(answer: Answer, num_blocks: int, block_size: int, steps: list[Ste
     for kind, *parts in steps:
         if kind == "stale":
             method, seq = parts
-            if seq not in freed or any(
-                h is freed[seq] or h == freed[seq] for h in handles.values()
-            ):
+            if seq not in freed or taken_by(freed[seq]) is not None:
                 log.append(seen("refused"))  # its handle was given out anew: nothing to ask
             else:
                 log.append(seen(_try(getattr(allocator, method), freed[seq])))
@@ -172,21 +176,33 @@ def run_script(answer: Answer, num_blocks: int, block_size: int, steps: list[Ste
         if kind != "allocate" and parts[0] not in handles:
             break  # an earlier step failed that should not have
         outcome, returned = "ok", None
+        due, _ = ledger.do((kind, *parts))
         try:
-            if kind == "allocate":
-                handles[parts[0]] = allocator.allocate(parts[1])
-            elif kind == "fork":
-                handles[parts[1]] = allocator.fork(handles[parts[0]])
+            if kind in ("allocate", "fork"):
+                if kind == "allocate":
+                    new, handle = parts[0], allocator.allocate(parts[1])
+                else:
+                    new, handle = parts[1], allocator.fork(handles[parts[0]])
+                other = taken_by(handle)
+                if other is not None:
+                    log.append(seen(f"{TAKEN} {name_of(other)}"))
+                    break
+                handles[new] = handle
             elif kind == "free":
                 allocator.free(handles[parts[0]])
                 freed[parts[0]] = handles.pop(parts[0])
             else:
                 returned = _pair(allocator.append(handles[parts[0]]))
         except Exception as error:
-            if OUT not in {cls.__name__ for cls in type(error).__mro__}:
+            if OUT in {cls.__name__ for cls in type(error).__mro__}:
+                outcome = OUT
+            elif due == OUT and not isinstance(error, NotImplementedError):
+                outcome = type(error).__name__
+            else:
                 raise
-            outcome = OUT
         log.append(seen(outcome, returned))
+        if outcome != due:
+            break  # what follows has another beginning than the ledger's
     return log
 
 
@@ -195,8 +211,10 @@ def _try(method: Any, handle: Any) -> str:
         method(handle)
     except NotImplementedError:
         raise
-    except Exception:
+    except (KeyError, ValueError):
         return "refused"
+    except Exception as error:
+        return type(error).__name__
     return "ok"
 
 
@@ -281,10 +299,14 @@ def _outcome(
     if came == expected:
         return None
     blocks = f"it needs {_blocks(needed)}, and {_are(free)} free"
+    did = "it returned" if came == "ok" else f"it raised {came}"
+    if str(came).startswith(TAKEN):
+        return f"{came}, and both are alive: two living sequences have different handles"
     if expected == "refused":
-        return "it was accepted, expected an error: a KeyError or a ValueError"
+        did = "it was accepted" if came == "ok" else did
+        return f"{did}, expected an error: a KeyError or a ValueError"
     if expected == OUT:
-        return f"it returned, expected OutOfBlocks: {blocks}"
+        return f"{did}, expected OutOfBlocks: {blocks}"
     return f"it raised {came}, though {blocks}"
 
 

@@ -21,6 +21,7 @@ from flashcourse.grading.triton_work import (
 )
 
 LONG = 2048 if runtime.has_gpu() else 250  # about the tokens with which memory is judged
+BEYOND = 160  # entries and slots past the end that can be read: as many as a sequence has tokens
 MOST_LAUNCHES = 3  # a kernel, one that merges, one that prepares; not one a sequence
 HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100, 111)  # no power of two
 
@@ -79,21 +80,24 @@ def call_between_guards(
 ) -> torch.Tensor:
     """Call the answer with NaN in memory before and after the pages, and −1 beside the table.
 
-    So a page −1, the page after the last and the entry after a row's last can be read, and are
-    seen in the output, where elsewhere they would end the process.
+    So a page −1, the page after the last and the entries after a row's last can be read, also by
+    somebody who takes pages for smaller or larger than they are. They are seen in the output,
+    where elsewhere they would end the process.
     """
     pages = (_between_nan(held) for held in (k_pages, v_pages))
-    table = torch.nn.functional.pad(block_table, (0, 2), value=-1)[:, :-2]
-    out: torch.Tensor = answer(q, *pages, table, cache_seqlens)
+    table = torch.nn.functional.pad(block_table, (0, BEYOND), value=-1)  # row after row in memory
+    if block_table.stride(0) < block_table.stride(1):
+        table = strided(table, (1, 0))
+    out: torch.Tensor = answer(q, *pages, table[:, :-BEYOND], cache_seqlens)
     return out
 
 
 def _between_nan(pages: torch.Tensor) -> torch.Tensor:
     shape, stride = pages.shape, pages.stride()
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    page = max(stride[0], pages[0].numel())
-    memory = pages.new_full((extent + 2 * page,), torch.nan)
-    return memory.as_strided(shape, stride, page).copy_(pages)
+    guard = max(stride[0], pages[0].numel()) + BEYOND * max(stride)
+    memory = pages.new_full((extent + 2 * guard,), torch.nan)
+    return memory.as_strided(shape, stride, guard).copy_(pages)
 
 
 # The inputs -------------------------------------------------------------------------------------
