@@ -24,7 +24,7 @@ from flashcourse.show.style import (
 
 FREE, EMPTY, KEPT, FIRST = 0, 1, 2, 3  # codes of an image; requests' colours begin at FIRST
 SHADES = (BLUE, SKY, GREEN, ORANGE)
-PALE = "#F2F2F2"
+PALE = "#DCDCDC"  # and not as light as white
 COLORS = ListedColormap(["white", GREY, PALE, *SHADES])
 LINES = {"contiguous": ORANGE, "paged": BLUE}
 
