@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ from flashcourse.bench import charts, command, report
 from flashcourse.bench.candidates import Candidate, LeftOut, all_candidates
 from flashcourse.bench.correctness import expect, wrong
 from flashcourse.bench.grids import DIRECTIONS, GRIDS, Shape, parse_shape
+from flashcourse.bench.kept import kept_ratios
 from flashcourse.bench.race import Outcome, _rotated, race
 from flashcourse.measure import Ceilings, Timing
 
@@ -329,3 +331,16 @@ def test_on_the_gpu_packed_batches_are_right() -> None:
     for outcome in race(shape, all_candidates(), rounds=1):
         assert outcome.status in ("timed", "left out"), outcome
     assert race(shape, all_candidates()[:1], rounds=1)[0].status == "timed"
+
+
+def test_a_kept_run_gives_the_ratios_of_the_report() -> None:
+    ran = a_report()
+    kept = json.loads(json.dumps(ran.to_json()))
+    names = {o.candidate for _, outcomes in ran.rows for o in outcomes}
+    for name, direction in itertools.product(names, DIRECTIONS):
+        expected = ran.ratios(name, direction)
+        assert kept_ratios(kept, name, direction) == pytest.approx(expected, rel=1e-2)
+    longest = max(shape.seq_k for shape, _ in ran.rows)
+    assert kept_ratios(kept, report.OURS, "forward", at_least=longest + 1) == []
+    assert kept_ratios(kept, report.OURS, "forward", head_dim=999) == []
+    assert kept_ratios(kept, report.OURS, "forward")

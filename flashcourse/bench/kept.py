@@ -1,0 +1,34 @@
+"""Reading a benchmark's JSON again: how many times as fast as another the course's kernels were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashcourse.bench.candidates import OURS
+from flashcourse.bench.grids import Direction
+
+
+def kept_ratios(
+    results: dict[str, Any],
+    other: str,
+    direction: Direction,
+    *,
+    head_dim: int | None = None,
+    at_least: int = 0,
+) -> list[float]:
+    """Time of ``other`` over time of the course's kernel, for each shape that has both.
+
+    Args:
+        results: what ``bench --out`` wrote, or the ``results`` of its record.
+        other: a candidate's name, such as ``"SDPA CUDNN"``.
+        head_dim: only shapes with this one; None: all.
+        at_least: leave out shapes with fewer keys.
+    """
+    found = []
+    for row in results["rows"]:
+        if head_dim not in (None, row["head_dim"]) or row["seq_k"] < at_least:
+            continue
+        by_name = {c["name"]: c for c in row["candidates"] if direction in c}
+        if OURS in by_name and other in by_name:
+            found.append(by_name[other][direction]["ms"] / by_name[OURS][direction]["ms"])
+    return found
