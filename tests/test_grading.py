@@ -249,6 +249,18 @@ def test_calling_the_library_is_not_an_answer():
     assert "naive_attention" in verdict.findings[0].message
 
 
+def test_calling_a_right_answer_of_the_grader_is_not_an_answer():
+    cell = (
+        "from flashcourse.grading.mistakes_tiled_forward import tiled_forward\n"
+        "def answer(*args, **options):\n"
+        "    return tiled_forward(*args, **options)\n"
+    )
+    names = {}
+    exec(compile(cell, "<cell>", "exec"), names)
+    verdict = mark(find_question("lab3.tiled_forward"), names["answer"], seed=0)
+    assert "your answer called the course's library (tiled_forward)" in verdict.findings[0].message
+
+
 def test_the_seed_fixes_the_inputs_and_fresh_ones_differ():
     seen = []
 

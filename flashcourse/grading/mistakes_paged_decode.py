@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
+from flashcourse.grading.mistakes_tiled_forward import tiled_forward
 from flashcourse.grading.question import Answer, Mistake
-from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import from_first_entry, on_cpu
 
 PAGE, WHOLE = 0, -1  # tiles as wide as a page, or as the sequence
@@ -38,9 +39,7 @@ def _read(pages: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor) -> to
     return rows.transpose(0, 1)[None]
 
 
-assert lab3.QUESTION.right is not None
-_TILED = lab3.QUESTION.right
-_EXACT = _attend(_TILED, WHOLE)
+_EXACT = _attend(tiled_forward, WHOLE)
 
 
 def _decode(
@@ -108,7 +107,7 @@ def _of_lab3(mistake: Mistake) -> Mistake:
 def _half_accumulator(everywhere: bool, tile: int) -> Answer:
     def answer(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         low = everywhere or q.dtype == torch.float16
-        tiled = partial(_TILED, accumulate=torch.float16 if low else torch.float32)
+        tiled = partial(tiled_forward, accumulate=torch.float16 if low else torch.float32)
         return _decode(q, *rest, attend=_attend(tiled, tile))
 
     return answer
@@ -223,13 +222,13 @@ MISTAKES = (
         "0 / 0. Where nothing was seen, divide by 1: the output is 0.",
         empty=torch.nan,
     ),
-    *(_of_lab3(m) for m in lab3.MISTAKES if m.name in _FROM_LAB_3),
+    *(_of_lab3(m) for m in TILED_MISTAKES if m.name in _FROM_LAB_3),
     _of_lab3(
         Mistake(
             "no max subtraction",
             "exp overflows above 88.7 in float32 and underflows far below.",
             partial(
-                _TILED,
+                tiled_forward,
                 pivot=torch.zeros_like,
                 new_sum=lambda factor, l, p: l + p.sum(dim=-1, keepdim=True),
                 new_out=lambda factor, o, pv, l: o + pv,
@@ -240,7 +239,9 @@ MISTAKES = (
         Mistake(
             "scale from the padded head_dim",
             "the tile is as wide as a power of two, the head is not: head_dim ** -0.5.",
-            partial(_TILED, scaled=lambda s, d: s * max(16, 1 << (d - 1).bit_length()) ** -0.5),
+            partial(
+                tiled_forward, scaled=lambda s, d: s * max(16, 1 << (d - 1).bit_length()) ** -0.5
+            ),
         )
     ),
     Mistake(

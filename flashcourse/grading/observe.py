@@ -22,7 +22,8 @@ from flashcourse.grading.question import Answer, Case, Check, Observation
 from flashcourse.measure.allocations import AllocationWatch
 
 _PACKAGE = Path(__file__).parent.parent
-_QUESTIONS = str(_PACKAGE / "grading" / "questions")
+# The questions and their known mistakes: references and right answers are in there.
+_QUESTIONS = tuple(str(_PACKAGE / "grading" / name) for name in ("questions", "mistakes_"))
 # What an answer may not call: attention itself, the formulas that lab 2 asks for, the allocator.
 LIBRARY = (
     str(_PACKAGE / "attention"),

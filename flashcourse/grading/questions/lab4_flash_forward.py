@@ -12,6 +12,8 @@ import torch
 from flashcourse import runtime
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import judge_largest_tensor, judge_tensors, score_tolerance
+from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
+from flashcourse.grading.mistakes_tiled_forward import tiled_forward
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import (
@@ -241,7 +243,7 @@ def _adapt(answer: Answer, block_q: int, block_k: int) -> Answer:
 
 
 def _own(name: str, explanation: str, **step: Any) -> Mistake:
-    return tiled_mistake(Mistake(name, explanation, partial(_TILED, **step)), _adapt)
+    return tiled_mistake(Mistake(name, explanation, partial(tiled_forward, **step)), _adapt)
 
 
 def _padded(
@@ -256,7 +258,7 @@ def _padded(
     if not is_causal:
         missing = -k.shape[2] % block_k
         k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))
-    return _TILED(q, k, v, is_causal, block_q, block_k)
+    return tiled_forward(q, k, v, is_causal, block_q, block_k)
 
 
 def _in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> Any:
@@ -271,7 +273,7 @@ def _half_accumulator(everywhere: bool, block_q: int, block_k: int) -> Answer:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         low = everywhere or q.dtype == torch.float16
-        tiled = partial(_TILED, accumulate=torch.float16 if low else torch.float32)
+        tiled = partial(tiled_forward, accumulate=torch.float16 if low else torch.float32)
         return _adapt(tiled, block_q, block_k)(q, k, v, is_causal)
 
     return answer
@@ -301,9 +303,7 @@ def whole_matrix(
     return (p @ values).to(q.dtype), lse
 
 
-assert lab3.QUESTION.right is not None
-_TILED = lab3.QUESTION.right
-_RIGHT = _adapt(partial(_TILED), 32, 32)
+_RIGHT = _adapt(partial(tiled_forward), 32, 32)
 _LEFT_OUT = ("no max subtraction", "float16 accumulator", "scores of whole rows in memory")
 _FIRST, *_OTHERS = (
     _half_accumulator(everywhere, q, k)
@@ -312,7 +312,7 @@ _FIRST, *_OTHERS = (
 )
 
 MISTAKES = (
-    *(tiled_mistake(m, _adapt) for m in lab3.MISTAKES if m.name not in _LEFT_OUT),
+    *(tiled_mistake(m, _adapt) for m in TILED_MISTAKES if m.name not in _LEFT_OUT),
     tiled_mistake(
         Mistake(
             "keys past the end take part",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
+from flashcourse.grading.mistakes_flash_backward import RIGHT, softmax_attention
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_backward as lab3
 from flashcourse.grading.questions import lab4_flash_forward as forward
@@ -183,9 +184,7 @@ def _through_function(
             saved, causal = kept["call"] if kept is not None else (ctx.saved_tensors, is_causal)
             *inputs, out, lse = saved
             return gradients(
-                *backward.RIGHT(
-                    *inputs, out, log(lse), sent(do), is_causal=mask_of_backward(causal)
-                )
+                *RIGHT(*inputs, out, log(lse), sent(do), is_causal=mask_of_backward(causal))
             )
 
     return Function.apply(q, k, v)
@@ -262,7 +261,7 @@ QUESTION = Question(
             "autograd of the textbook formula",
             "the numbers are right, but autograd keeps the whole matrix of probabilities. Write "
             "a torch.autograd.Function over the kernels.",
-            backward.softmax_attention,
+            softmax_attention,
         ),
     ),
     needs=needs_triton,

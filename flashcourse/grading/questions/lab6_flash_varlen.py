@@ -11,6 +11,8 @@ import torch
 from flashcourse import runtime
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import judge_largest_tensor, judge_tensor, score_tolerance
+from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
+from flashcourse.grading.mistakes_tiled_forward import tiled_forward
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import (
@@ -185,9 +187,7 @@ def _adapt(answer: Answer, block_q: int, block_k: int) -> Answer:
     return partial(_by_document, _attend(answer, block_q, block_k))
 
 
-assert lab3.QUESTION.right is not None
-_TILED = lab3.QUESTION.right
-_RIGHT = _adapt(_TILED, 32, 32)
+_RIGHT = _adapt(tiled_forward, 32, 32)
 
 
 def _whole_row(
@@ -283,7 +283,7 @@ QUESTION = Question(
         Check("one launch of your own kernel did the work", _many, _judge_own_work, work=True),
     ),
     mistakes=(
-        *(tiled_mistake(m, _adapt) for m in lab3.MISTAKES if m.name in _FROM_LAB_3),
+        *(tiled_mistake(m, _adapt) for m in TILED_MISTAKES if m.name in _FROM_LAB_3),
         Mistake(
             "neighbours visible",
             "the whole row was one causal sequence, so every document reads those before it. A "
@@ -304,7 +304,7 @@ QUESTION = Question(
         Mistake(
             "cu_seqlens shifted by one",
             "document d begins at cu_seqlens[d], which is its own first token.",
-            partial(_by_document, _attend(_TILED, 32, 32), offsets=_shifted),
+            partial(_by_document, _attend(tiled_forward, 32, 32), offsets=_shifted),
         ),
         Mistake(
             "only the first tile of each document",
