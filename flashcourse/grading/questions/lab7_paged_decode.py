@@ -231,7 +231,8 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
         ((0, 2, 1, 3), (0, 2, 1, 3), "pages stored as (page, heads, slot, head_dim)"),
         ((0, 1, 2, 3), (0, 3, 2, 1), "V stored as (page, head_dim, heads, slot)"),
     ):
-        case = _case(generator, [21, integer(generator, 34, 40)], heads=(4, 2), note=stored)
+        note = f"{stored}, the table column by column"
+        case = _case(generator, [21, integer(generator, 34, 40)], heads=(4, 2), note=note)
         q, k_pages, v_pages, table, lengths = (t.cpu() for t in case.args)
         q, table = strided(q, (1, 3, 0, 2)), strided(table, (1, 0))
         args = (q, strided(k_pages, order_k), strided(v_pages, order_v), table, lengths)
