@@ -12,7 +12,8 @@ from right_answers.lab7 import RIGHT_ANSWERS
 from solution_answers import changed_answer, solution_answers
 
 from flashcourse.grading import find_question, mark
-from flashcourse.grading.block_script import Ledger, judge_script, run_script
+from flashcourse.grading.block_judge import judge_script
+from flashcourse.grading.block_script import Ledger, run_script
 from flashcourse.grading.mistakes_paged_decode import RIGHT
 from flashcourse.grading.question import Case, Observation
 from flashcourse.serving import BlockAllocator

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from flashcourse.grading.block_script import Ledger, Step, describe, judge_script, run_script
+from flashcourse.grading.block_judge import judge_script
+from flashcourse.grading.block_script import Ledger, Step, describe, run_script
 from flashcourse.grading.draw import integer
 from flashcourse.grading.mistakes_block_allocator import MISTAKES
 from flashcourse.grading.question import Case, Check, Question
