@@ -200,7 +200,7 @@ def displayed(monkeypatch):
     """What would have been displayed, as (data, metadata)."""
     shown = []
     monkeypatch.setattr(
-        figure, "display", lambda data, raw, metadata: shown.append((data, metadata))
+        figure, "display", lambda data, raw, metadata=None: shown.append((data, metadata))
     )
     return shown
 
@@ -218,6 +218,15 @@ def test_a_figure_carries_its_alt_text(displayed):
     assert base64.b64decode(data["image/png"]) == png(curve())
     assert data["text/plain"] == "A line that rises to 1."
     assert metadata["image/png"]["alt"] == "A line that rises to 1."
+
+
+def test_a_figure_says_in_words_what_it_shows(displayed):
+    """JupyterLab shows an image without its alt text, so the words follow as text."""
+    show_figure(curve(), alt="x < 1 & it rises")
+    words, _ = displayed[1]
+    assert "<details>" in words["text/html"]
+    assert "x &lt; 1 &amp; it rises" in words["text/html"]
+    assert "image/png" not in words
 
 
 @pytest.mark.parametrize("alt", ["", "  \n"])

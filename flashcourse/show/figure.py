@@ -23,13 +23,22 @@ def png(figure: Figure) -> bytes:
 
 
 def show_figure(figure: Figure, alt: str) -> None:
-    """Display a figure in a notebook.
+    """Display a figure in a notebook, and under it what it says, folded.
+
+    JupyterLab hands an image's alt text to no screen reader, so the words are an output as well.
 
     Args:
         figure: made with :func:`flashcourse.show.new_figure`.
         alt: what the figure says, for a reader who does not see it.
     """
     _display_png(png(figure), alt)
+    display(in_words(alt), raw=True)
+
+
+def in_words(alt: str) -> dict[str, str]:
+    """The output under a figure: its alt text, to unfold."""
+    words = f"<details><summary>Figure in words</summary>{html.escape(alt)}</details>"
+    return {"text/html": words, "text/plain": f"Figure in words: {alt}"}
 
 
 def explore(draw: Callable[..., Figure], alt: str, **controls: Any) -> Any:
