@@ -40,6 +40,7 @@ def jupyter_command(arguments: list[str], no_browser: bool, is_root: bool) -> li
     # The lesson as an address, not as an argument: that would hide every folder but its own.
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
     command += [f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}"]
+    command += ["--LabApp.news_url=None"]  # else its first question is about JupyterLab's news
     command += ["--no-browser"] * (no_browser and "--no-browser" not in arguments)
     command += ["--allow-root"] * (is_root and "--allow-root" not in arguments)
     return [*command, *arguments]

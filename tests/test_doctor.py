@@ -258,3 +258,4 @@ def test_the_jupyter_command() -> None:
     assert f"--LabApp.default_url=/lab/tree/{open_lab.FIRST_LESSON}" in command
     assert command[-4:] == ["--no-browser", "--allow-root", "--port", "9999"]
     assert "--no-browser" not in open_lab.jupyter_command([], no_browser=False, is_root=False)
+    assert "--LabApp.news_url=None" in command  # the first page asks nothing
