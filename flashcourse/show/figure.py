@@ -72,6 +72,7 @@ def explore(draw: Callable[..., Figure], alt: str, **controls: Any) -> Any:
     bundle = box._repr_mimebundle_()
     data = bundle[0] if isinstance(bundle, tuple) else bundle
     _display_png(static, alt, extra={WIDGET_VIEW: data[WIDGET_VIEW]})
+    display(in_words(alt), raw=True)
     return box
 
 
