@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,20 @@ class TestSource:
             with_change(kernels.scaled_copy, ("not there", ""))
         with pytest.raises(ValueError, match="occurs 3 times"):
             with_change(kernels.scaled_copy, ("BLOCK", "SIZE"))
+
+    def test_a_changed_kernel_leaves_no_file_and_outlives_a_check_of_the_files(
+        self, kernels, tmp_path, monkeypatch
+    ):
+        from flashcourse.measure.kernel_source import with_change
+
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        changed = with_change(kernels.scaled_copy, ("grow(tl.load", "-grow(tl.load"))
+        linecache.checkcache()  # forgets the text of files that are gone
+        x = torch.arange(10.0, device=runtime.device())
+        y = torch.empty_like(x)
+        changed[(2,)](x, y, 10, BLOCK=8)
+        assert torch.equal(y, -2 * x)
+        assert list(tmp_path.glob("*kernel*")) == []
 
     def test_errors_say_what_came(self, kernels):
         from flashcourse.measure.kernel_source import kernel_module, load_kernel

@@ -1,20 +1,19 @@
 """The source of a Triton kernel as a module of its own: to compile it elsewhere, or to change it.
 
-``@triton.jit`` needs a file to read its source from, and on a machine without a GPU it gives an
-interpreted function that cannot be compiled. So a kernel that lives in a notebook cell is written
-out, with everything it refers to.
+On a machine without a GPU ``@triton.jit`` gives an interpreted function that cannot be compiled. So
+a kernel, from a file or from a notebook cell, is written out with everything it refers to.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import inspect
-import tempfile
+import itertools
+import linecache
+import sys
 import textwrap
 import types
-from pathlib import Path
 from typing import Any
 
 HEADER = "import triton\nimport triton.language as tl\n"
@@ -91,19 +90,23 @@ def with_change(kernel: Any, *changes: tuple[str, str]) -> Any:
 
 
 def load_kernel(source: str, name: str) -> Any:
-    """Import a module's source from a new file and return the kernel called ``name``.
+    """Run a module's source and return the kernel called ``name``.
 
-    The file stays until the computer clears its temporary folder: Triton reads it when it compiles.
+    Triton reads a kernel's text through :mod:`linecache`, where it is put as IPython puts a cell:
+    no file is written, so none is left behind.
     """
-    folder = tempfile.mkdtemp(prefix="flashcourse-kernel-")
-    path = Path(folder) / "changed_kernel.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"changed_kernel_{Path(folder).name}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"Python cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    module_name = f"changed_kernel_{next(_numbers)}_{digest}"
+    filename = f"<{module_name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = types.ModuleType(module_name)
+    module.__file__ = filename
+    sys.modules[module_name] = module  # inspect asks there where a function comes from
+    exec(compile(source, filename, "exec"), module.__dict__)
     return getattr(module, name)
+
+
+_numbers = itertools.count()
 
 
 def kernel_name(kernel: Any) -> str:
