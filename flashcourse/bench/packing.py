@@ -7,6 +7,7 @@ the record that lesson 07 shows to those without a GPU.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -278,6 +279,9 @@ def main(
     """Train the course's model padded and packed, and compare."""
     if not runtime.has_gpu():
         raise typer.BadParameter("this benchmark needs a GPU; lesson 07 shows its record")
+    # Packed rows have another length in every step. By default PyTorch's allocator then asks the
+    # driver for memory again and again; segments that grow spare it that, in every layout alike.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     shape = size_named(size)
     corpus: Corpus = standard_library(limit)
     tokenizer = train_tokenizer(corpus.train, shape.vocab)
@@ -318,6 +322,7 @@ def _keep(
         "parameters": parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "corpus": corpus.source,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "rows": rows,
         "curves": curves,
     }
