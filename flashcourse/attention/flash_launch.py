@@ -20,6 +20,7 @@ from flashcourse.attention.tuning import Tiles, bucket_of, forced_tiles, tiles_f
 
 LOG2E = math.log2(math.e)
 INT32_MAX = 2**31 - 1
+FEW_QUERIES = 8
 
 
 class FlashOptions(NamedTuple):
@@ -148,6 +149,7 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, each with the shape, dtype and layout of its input."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    out = _unrounded(q, k, v, out, cu_seqlens_q, options)
     if _widened(q):
         widened = launch_backward(
             d_out.float(), d_lse, q.float(), k.float(), v.float(), out.float(), lse,
@@ -175,6 +177,25 @@ def launch_backward(
     if dk.numel():
         launches[1](q, k, v, d_out, dk, dv, lse, delta, *cu_seqlens)
     return dq, dk, dv
+
+
+def _unrounded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    options: FlashOptions,
+) -> torch.Tensor:
+    """``out``, or where there are few queries, what it was before it was rounded to 16 bits.
+
+    Where one key has nearly all the weight, dS = P (dP - delta) is a small difference, and delta
+    comes from the rounded out. Among many rows others have larger errors; a single one is alone
+    with it, and computing its out again in float32 is cheap.
+    """
+    if q.dtype == torch.float32 or q.shape[2] > FEW_QUERIES or cu_seqlens is not None:
+        return out
+    return launch_forward(q.float(), k.float(), v.float(), None, None, options)[0]
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
