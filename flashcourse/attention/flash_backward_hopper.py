@@ -26,8 +26,10 @@ from flashcourse.attention.flash_hopper_tiles import (
     drop_barriers,
     fetch,
     head_base,
+    load_rows,
     locate_tile,
     new_barriers,
+    store_rows,
     tanh,
     visible_pairs,
     visible_tiles,
@@ -147,14 +149,8 @@ def flash_backward_q_hopper_kernel(
     begin, full_begin, full_end, end = visible_tiles(
         first_query, last_query, shift, num_keys, left, right, BLOCK_K, HAS_LEFT, HAS_RIGHT
     )
-    out_i = gl.load(
-        out_head + gl.expand_dims(rows * stride_on, 1) + gl.expand_dims(columns * stride_od, 0),
-        mask=inside, other=0.0,
-    )  # fmt: skip
-    do_i = gl.load(
-        do_head + gl.expand_dims(rows * stride_don, 1) + gl.expand_dims(columns * stride_dod, 0),
-        mask=inside, other=0.0,
-    )  # fmt: skip
+    out_i = load_rows(out_head, rows, columns, stride_on, stride_od, inside)
+    do_i = load_rows(do_head, rows, columns, stride_don, stride_dod, inside)
     delta_i = gl.sum(out_i.to(gl.float32) * do_i.to(gl.float32), 1)
     if HAS_DLSE:  # d lse / d S = P, so a gradient of lse enters where delta does
         delta_i -= gl.load(dlse + row_of_lse + rows, mask=rows < num_queries, other=0.0)
@@ -172,10 +168,7 @@ def flash_backward_q_hopper_kernel(
         v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
         k_barriers = new_barriers()
         v_barriers = new_barriers()
-        q_i = gl.load(
-            q_head + gl.expand_dims(rows * stride_qn, 1) + gl.expand_dims(columns * stride_qd, 0),
-            mask=inside, other=0.0,
-        )  # fmt: skip
+        q_i = load_rows(q_head, rows, columns, stride_qn, stride_qd, inside)
         q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, q_i)
         do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, do_i)
         fence_async_shared()
@@ -211,10 +204,7 @@ def flash_backward_q_hopper_kernel(
         dq_i = warpgroup_mma_wait(0, deps=[dq_sum])
         drop_barriers(k_barriers)
         drop_barriers(v_barriers)
-    gl.store(
-        dq_head + gl.expand_dims(rows * stride_dqn, 1) + gl.expand_dims(columns * stride_dqd, 0),
-        gl.convert_layout((dq_i * scale).to(dtype), memory_layout), mask=inside,
-    )  # fmt: skip
+    store_rows(dq_head, dq_i * scale, rows, columns, stride_dqn, stride_dqd, inside, memory_layout)
 
 
 @gluon.jit
@@ -330,14 +320,8 @@ def flash_backward_kv_hopper_kernel(
         do_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_shared)
         q_barriers = new_barriers()
         do_barriers = new_barriers()
-        k_j = gl.load(
-            k_head + gl.expand_dims(rows * stride_kn, 1) + gl.expand_dims(columns * stride_kd, 0),
-            mask=inside, other=0.0,
-        )  # fmt: skip
-        v_j = gl.load(
-            v_head + gl.expand_dims(rows * stride_vn, 1) + gl.expand_dims(columns * stride_vd, 0),
-            mask=inside, other=0.0,
-        )  # fmt: skip
+        k_j = load_rows(k_head, rows, columns, stride_kn, stride_kd, inside)
+        v_j = load_rows(v_head, rows, columns, stride_vn, stride_vd, inside)
         k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, k_j)
         v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, v_j)
         fence_async_shared()
@@ -374,11 +358,5 @@ def flash_backward_kv_hopper_kernel(
         dk_j, dv_j = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
         drop_barriers(q_barriers)
         drop_barriers(do_barriers)
-    gl.store(
-        dk_head + gl.expand_dims(rows * stride_dkn, 1) + gl.expand_dims(columns * stride_dkd, 0),
-        gl.convert_layout((dk_j * scale).to(dtype), memory_layout), mask=inside,
-    )  # fmt: skip
-    gl.store(
-        dv_head + gl.expand_dims(rows * stride_dvn, 1) + gl.expand_dims(columns * stride_dvd, 0),
-        gl.convert_layout(dv_j.to(dtype), memory_layout), mask=inside,
-    )  # fmt: skip
+    store_rows(dk_head, dk_j * scale, rows, columns, stride_dkn, stride_dkd, inside, memory_layout)
+    store_rows(dv_head, dv_j, rows, columns, stride_dvn, stride_dvd, inside, memory_layout)

@@ -27,8 +27,10 @@ from flashcourse.attention.flash_hopper_tiles import (
     drop_barriers,
     fetch,
     head_base,
+    load_rows,
     locate_tile,
     new_barriers,
+    store_rows,
     tanh,
     visible_pairs,
     visible_tiles,
@@ -165,10 +167,7 @@ def flash_forward_hopper_kernel(
         fetch(v_desc, v_tiles, v_barriers, 0, begin, end)
         fetch(k_desc, k_tiles, k_barriers, 1, begin, end)
 
-        q_i = gl.load(
-            q_head + gl.expand_dims(rows * stride_qn, 1) + gl.expand_dims(columns * stride_qd, 0),
-            mask=inside, other=0.0,
-        )  # fmt: skip
+        q_i = load_rows(q_head, rows, columns, stride_qn, stride_qd, inside)
         if NEGATE:
             q_i = -q_i
         q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, q_i)
@@ -228,7 +227,4 @@ def flash_forward_hopper_kernel(
     lse_i = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe_l)) * LN2)
     lse_rows = first_query + gl.arange(0, BLOCK_Q, row_layout)
     gl.store(lse_head + lse_rows, lse_i, mask=lse_rows < num_queries)
-    gl.store(
-        out_head + gl.expand_dims(rows * stride_on, 1) + gl.expand_dims(columns * stride_od, 0),
-        gl.convert_layout(o.to(dtype), memory_layout), mask=inside,
-    )  # fmt: skip
+    store_rows(out_head, o, rows, columns, stride_on, stride_od, inside, memory_layout)

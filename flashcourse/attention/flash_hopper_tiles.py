@@ -64,3 +64,17 @@ def new_barriers():
 def drop_barriers(barriers):
     for slot in gl.static_range(STAGES):
         mbarrier.invalidate(barriers.index(slot))
+
+
+@gluon.jit
+def load_rows(base, rows, columns, stride_n, stride_d, inside):
+    """A tile through registers, as the copy engine may not read it; what is not inside is 0."""
+    address = base + gl.expand_dims(rows * stride_n, 1) + gl.expand_dims(columns * stride_d, 0)
+    return gl.load(address, mask=inside, other=0.0)
+
+
+@gluon.jit
+def store_rows(base, tile, rows, columns, stride_n, stride_d, inside, LAYOUT: gl.constexpr):
+    """Write what is inside, in the dtype of the tensor, by threads that lie as in LAYOUT."""
+    address = base + gl.expand_dims(rows * stride_n, 1) + gl.expand_dims(columns * stride_d, 0)
+    gl.store(address, gl.convert_layout(tile.to(base.dtype.element_ty), LAYOUT), mask=inside)
