@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashcourse.attention import flash_backward
 from flashcourse.attention.flash_forward import LENGTHS
 from flashcourse.attention.flash_hopper_tiles import (
-    LOG2E,
     STAGES,
     await_tile,
     block_barrier,
@@ -30,33 +30,13 @@ from flashcourse.attention.flash_hopper_tiles import (
     locate_tile,
     new_barriers,
     store_rows,
-    tanh,
     visible_pairs,
     visible_tiles,
 )
 
-
-@gluon.jit
-def probabilities(s, lse, scale_log2, cap_in, cap_out, SOFTCAP: gl.constexpr):
-    """P from the raw scores, and d(capped score) / d(raw score · scale), 1 without softcap."""
-    if SOFTCAP:
-        t = tanh(s * cap_in)
-        p = gl.exp2(cap_out * t - lse)
-        slope = 1.0 - t * t
-    else:
-        p = gl.exp2(s * scale_log2 - lse)
-        slope = 1.0
-    return p, slope
-
-
-@gluon.jit
-def load_lse(lse_head, rows, num_queries, RAGGED: gl.constexpr):
-    """lse in units of log 2; +inf where P must be 0 (see ``flash_backward.load_lse``)."""
-    if RAGGED:
-        lse = gl.load(lse_head + rows, mask=rows < num_queries, other=float("inf"))
-    else:
-        lse = gl.load(lse_head + rows)
-    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+# Entry by entry, without layouts: the same in both languages.
+load_lse = gluon.jit(flash_backward.load_lse.fn)
+probabilities = gluon.jit(flash_backward.probabilities.fn)
 
 
 @gluon.jit

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashcourse.attention import flash_tiles
 
-LOG2E = flash_tiles.LOG2E
 LN2 = flash_tiles.LN2
 
 # Arithmetic without layouts means the same in both languages.
