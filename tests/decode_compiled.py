@@ -1,6 +1,6 @@
 """Compiles decode kernels for GPUs that are not here: reads jobs on stdin, prints what they need.
 
-A job is ``[chip, dtype, head_dim, rows, page_size (0: contiguous), window?]``. Start it with
+A job is ``[chip, dtype, head_dim, rows, page_size (0: contiguous), window?, long?]``. Start it with
 ``TRITON_INTERPRET=0``.
 """
 
@@ -45,11 +45,17 @@ def source(dtype: str, constants: dict[str, Any]) -> ASTSource:
 
 
 def compile_job(
-    chip: str, dtype: str, head_dim: int, rows: int, page_size: int, window: bool
+    chip: str,
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    page_size: int,
+    window: bool,
+    long: bool = False,
 ) -> dict[str, Any]:
     """Shared memory, registers and spills of one kernel, and whether it uses a matrix unit."""
     itemsize = ITEMSIZE[dtype]
-    tiles = tiles_of_entry(decode_entry(chip, head_dim, itemsize), rows, page_size > 0)
+    tiles = tiles_of_entry(decode_entry(chip, head_dim, itemsize, long), rows, page_size > 0)
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_D": bucket_of(head_dim),
         "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k,

@@ -13,7 +13,12 @@ from flashcourse.attention.arguments import HALF_AND_SINGLE
 from flashcourse.attention.decode_arguments import check_decode, check_paged
 from flashcourse.attention.decode_tuning import (
     DECODE_TABLES,
+    LONG,
+    LONG_ROWS,
+    LONG_TABLES,
     choose_splits,
+    decode_entry,
+    is_long,
     tiles_of_entry,
 )
 from flashcourse.attention.tuning import BUCKETS, CHIPS
@@ -120,3 +125,16 @@ def test_splits_are_chosen_to_fill_the_gpu() -> None:
     assert {chip.table for chip in CHIPS.values()} == set(DECODE_TABLES)
     tiles = [tiles_of_entry((64, 32, 4, 3), rows, False) for rows in (1, 16, 17, 33, 900)]
     assert [one.block_q for one in tiles] == [16, 16, 32, 64, 64]
+
+
+def test_the_tiles_of_long_caches_are_for_few_rows() -> None:
+    assert is_long(4, False, LONG)
+    assert not is_long(LONG_ROWS + 1, False, LONG)
+    assert not is_long(4, True, LONG)
+    assert not is_long(4, False, LONG - 1)
+    ordinary = decode_entry("sm_90", 128, 2)
+    assert decode_entry("sm_90", 128, 2, True) != ordinary
+    assert decode_entry("sm_80", 128, 2, True) == decode_entry("sm_80", 128, 2)  # has none
+    for table in LONG_TABLES.values():
+        for entries in table.values():
+            assert all(rows <= LONG_ROWS for rows, *_ in entries.values())

@@ -330,6 +330,8 @@ def test_a_sample_compiles_ahead_of_time_and_fits() -> None:
         ["sm_90", "float16", 128, 4, 16, False],
         ["sm_80", "bfloat16", 64, 4, 0, True],
         ["sm_75", "float32", 256, 4, 64, False],
+        ["sm_90", "bfloat16", 128, 4, 0, False, True],  # caches of 32,768 slots and more
+        ["sm_90", "bfloat16", 128, 16, 0, True, True],
     ]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "decode_compiled.py"],

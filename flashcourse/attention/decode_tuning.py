@@ -50,9 +50,10 @@ DECODE_TABLES: dict[str, dict[int, tuple[Entry, ...]]] = {
     },
 }
 # Where every program walks over thousands of keys, larger tiles and fewer of them in flight were
-# up to 1 % faster (contiguous caches, from 32,768 slots on). table → itemsize → bucket → entry.
-LONG = 32_768
-LONG_TABLES: dict[str, dict[int, dict[int, Entry]]] = {"hopper": {2: {128: (64, 128, 4, 3)}}}
+# up to 1 % faster. Measured with up to 16 rows on contiguous caches; with more rows they spill
+# registers. table → itemsize → bucket → entry.
+LONG, LONG_ROWS = 32_768, 16
+LONG_TABLES: dict[str, dict[int, dict[int, Entry]]] = {"hopper": {2: {128: (16, 128, 4, 3)}}}
 INTERPRETER_ENTRY: Entry = (64, 32, 4, 1)
 
 _forced: list[Entry] = []
@@ -87,9 +88,14 @@ def decode_tiles(
     entry = forced_decode() or (
         INTERPRETER_ENTRY
         if device.type == "cpu"
-        else decode_entry(chip_of(device), head_dim, itemsize, not paged and longest >= LONG)
+        else decode_entry(chip_of(device), head_dim, itemsize, is_long(rows, paged, longest))
     )
     return tiles_of_entry(entry, rows, paged)
+
+
+def is_long(rows: int, paged: bool, longest: int) -> bool:
+    """True for the calls that :data:`LONG_TABLES` is for."""
+    return not paged and rows <= LONG_ROWS and longest >= LONG
 
 
 def tiles_of_entry(entry: Entry, rows: int, paged: bool) -> Tiles:
