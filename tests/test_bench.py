@@ -307,6 +307,7 @@ def test_the_command_is_kept_without_the_folders_of_a_machine() -> None:
         "python -m flashcourse bench --grid quick --only 'SDPA MATH' --out results --tutorial a.py"
     )
     assert command._typed(None, ["N64"], None, 5, None, None).endswith("--shape N64 --rounds 5")
+    assert command._typed("paper", None, None, 3, None, None, 2.5).endswith("--minutes 2.5")
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -363,4 +364,4 @@ def test_the_committed_results_are_a_gpus_and_nothing_in_them_is_wrong(path: Pat
 
 
 def test_there_are_results() -> None:
-    assert [path.stem for path in RESULTS] == ["paper"]
+    assert "paper" in [path.stem for path in RESULTS]

@@ -99,7 +99,7 @@ def bench(
     from flashcourse.bench import charts, report
     from flashcourse.measure.recorded import record
 
-    command = _typed(grid, shape, only, rounds, out, tutorial)
+    command = _typed(grid, shape, only, rounds, out, tutorial, minutes)
 
     def keep(partial: report.Report) -> None:
         """After every shape: a run that is cut off leaves what it has measured."""
@@ -127,13 +127,14 @@ def bench(
 
 def _typed(
     grid: str | None, shapes: list[str] | None, only: list[str] | None, rounds: int,
-    out: Path | None, tutorial: Path | None,
+    out: Path | None, tutorial: Path | None, minutes: float | None = None,
 ) -> str:  # fmt: skip
     """The command that makes this run, without the folders of one machine."""
     words = ["python -m flashcourse bench"]
     words += [f"--grid {grid or 'quick'}"] if not shapes else [f"--shape {s}" for s in shapes]
     words += [f"--only '{word}'" if " " in word else f"--only {word}" for word in only or ()]
     words += [f"--rounds {rounds}"] if rounds != ROUNDS else []
+    words += [f"--minutes {minutes:g}"] if minutes is not None else []
     words += [f"--out {out.name}"] if out is not None else []
     words += [f"--tutorial {tutorial.name}"] if tutorial is not None else []
     return " ".join(words)
