@@ -12,6 +12,8 @@ import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_LESSON = "notebooks/00_start_here.ipynb"
+# Settings for this JupyterLab alone: its first question would be about JupyterLab's news.
+CONFIG = Path(__file__).resolve().parent / "jupyter"
 
 
 def why_no_browser(env: Mapping[str, str], system: str, release: str) -> str:
@@ -40,10 +42,15 @@ def jupyter_command(arguments: list[str], no_browser: bool, is_root: bool) -> li
     # The lesson as an address, not as an argument: that would hide every folder but its own.
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
     command += [f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}"]
-    command += ["--LabApp.news_url=None"]  # else its first question is about JupyterLab's news
     command += ["--no-browser"] * (no_browser and "--no-browser" not in arguments)
     command += ["--allow-root"] * (is_root and "--allow-root" not in arguments)
     return [*command, *arguments]
+
+
+def jupyter_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment that JupyterLab starts in: ``env`` with the course's settings first."""
+    paths = [str(CONFIG), *filter(None, [env.get("JUPYTER_CONFIG_PATH")])]
+    return {**env, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
 
 
 def open_lab(context: typer.Context) -> None:
@@ -65,4 +72,4 @@ def open_lab(context: typer.Context) -> None:
     sys.stdout.flush()
     os.chdir(ROOT)
     command = jupyter_command(context.args, bool(reason), is_root)
-    os.execv(command[0], command)
+    os.execve(command[0], command, jupyter_environment(os.environ))

@@ -258,4 +258,11 @@ def test_the_jupyter_command() -> None:
     assert f"--LabApp.default_url=/lab/tree/{open_lab.FIRST_LESSON}" in command
     assert command[-4:] == ["--no-browser", "--allow-root", "--port", "9999"]
     assert "--no-browser" not in open_lab.jupyter_command([], no_browser=False, is_root=False)
-    assert "--LabApp.news_url=None" in command  # the first page asks nothing
+
+
+def test_the_course_adds_its_jupyter_settings_to_the_persons_own() -> None:
+    assert (open_lab.CONFIG / "labconfig" / "page_config.json").is_file()
+    assert open_lab.jupyter_environment({}) == {"JUPYTER_CONFIG_PATH": str(open_lab.CONFIG)}
+    own = {"JUPYTER_CONFIG_PATH": "/own", "HOME": "/home/you"}
+    joined = f"{open_lab.CONFIG}{os.pathsep}/own"
+    assert open_lab.jupyter_environment(own) == {**own, "JUPYTER_CONFIG_PATH": joined}
