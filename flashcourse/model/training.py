@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class TrainingRun:
         losses: mean over the targets of each step, before its update.
         tokens: real tokens of each step; padding does not count.
         slots: tokens and padding of each step.
-        seconds: of each step, batch and update included.
+        seconds: of each step, from its batch to its update; the next batch is made meanwhile.
         peak_bytes: the most that PyTorch held on the GPU; None on a CPU.
     """
 
@@ -136,13 +137,15 @@ def train(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.synchronize(device)
-    stream = iter(batches)
-    for step in range(steps if stop_after is None else min(stop_after, steps)):
-        documents = next(stream, None)
-        if documents is None:
+    wanted = steps if stop_after is None else min(stop_after, steps)
+    prepared = _prepared(itertools.islice(batches, wanted), layout)
+    following = next(prepared, None)
+    for step in range(wanted):
+        if following is None:
             raise ValueError(f"batches ended after {step} steps; {steps} were asked for")
+        documents, batch = following
         start = time.perf_counter()
-        batch = on_device(layout.make(documents), device)
+        batch = on_device(batch, device)
         with autocast:
             loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -150,6 +153,8 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
+        # On a GPU all that only queued work: the next batch is made meanwhile.
+        following = next(prepared, None)
         losses.append(loss.item())  # waits for the GPU, so the step's time is whole
         seconds.append(time.perf_counter() - start)
         tokens.append(sum(len(d) for d in documents))
@@ -160,6 +165,13 @@ def train(
             report(step, losses[-1])
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return TrainingRun(layout.name, losses, tokens, slots, seconds, peak)
+
+
+def _prepared(
+    groups: Iterable[Sequence[Sequence[int]]], layout: Layout
+) -> Iterator[tuple[Sequence[Sequence[int]], dict[str, Any]]]:
+    for documents in groups:
+        yield documents, layout.make(documents)
 
 
 @torch.no_grad()
