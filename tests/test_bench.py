@@ -208,6 +208,7 @@ def a_report() -> report.Report:
         ours = Outcome("flashcourse", "timed", times={d: Timing([1, 2, 3]) for d in DIRECTIONS})
         other = Outcome("SDPA CUDNN", "timed",
                         times={d: Timing([2 * factor]) for d in DIRECTIONS})  # fmt: skip
+        ours.host["forward"] = 40.0 * factor
         out = Outcome("SDPA MATH", "out of memory", "Tried to allocate 64 GiB.")
         result.rows.append((shape, [ours, other, out]))
     return result
@@ -221,6 +222,8 @@ def test_the_report_in_numbers() -> None:
     text = "\n".join(report.summary(result))
     assert "flashcourse / SDPA CUDNN, backward: geometric mean 1.00, lowest 0.50" in text
     assert "800 TFLOP/s (bfloat16 matrix product), 4.00 TB/s" in text
+    assert "call returns, forward (host, median over the shapes): flashcourse 50 µs" in text
+    assert "call returns, backward" not in text
     assert report.reasons(result) == [
         "SDPA MATH, all shapes: out of memory: Tried to allocate 64 GiB."
     ]
@@ -238,7 +241,7 @@ def test_the_files_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = path.read_bytes()
     content = json.loads(before)
     assert content["rows"][0]["candidates"][0]["forward"] == {
-        "ms": 2.0, "low_ms": 1.4, "high_ms": 2.6, "runs": 3, "tflops": 2.15,
+        "ms": 2.0, "low_ms": 1.4, "high_ms": 2.6, "runs": 3, "tflops": 2.15, "host_us": 80.0,
     }  # fmt: skip
     assert content["rows"][0]["candidates"][2]["reason"]
     assert content["machine"]["torch"] == torch.__version__
@@ -321,10 +324,12 @@ def test_wrong_arguments_are_named() -> None:
     "B1,H4/2,D64,N512,causal,fp16", "B1,H2,D64,N1024,W100,bf16", "B1,H2,D64,N1/512,fp16",
 ])  # fmt: skip
 def test_on_the_gpu_every_candidate_is_right(text: str) -> None:
-    found = race(parse_shape(text), all_candidates(), rounds=1)
+    shape = parse_shape(text)
+    found = race(shape, all_candidates(), rounds=1)
     assert found[0].status == "timed" or "yet" in found[0].reason, found[0]
     for outcome in found:
         assert outcome.status in ("timed", "left out"), outcome
+        assert list(outcome.host) == ([] if shape.seq_q == 1 else list(outcome.times))
 
 
 @pytest.mark.needs_gpu

@@ -54,6 +54,7 @@ def test_time_sees_a_slow_call() -> None:
     [
         ({"repeats": 0}, ValueError, "repeats must be 1 or more, got 0"),
         ({"warmup": -1}, ValueError, "warmup must be 0 or more"),
+        ({"lead": 0}, ValueError, "lead must be 1 or more, got 0"),
         ({"repeats": 2.5}, TypeError, "repeats must be an integer, got 2.5"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from flashcourse.measure.timing import Timing, time_ms
 Status = Literal["timed", "left out", "out of memory", "wrong", "failed"]
 BUDGET_MS = 25.0  # a candidate, direction and round: at least one run, at most MOST_REPEATS
 MOST_REPEATS = 10
+LEAD = 6  # so often the L2 cache is overwritten before a run: time for Python to queue it
 
 
 @dataclass
@@ -29,13 +32,16 @@ class Outcome:
         status: ``timed``, ``left out`` (with its reason; a refusal of a backend is one),
             ``out of memory``, ``wrong`` (then it was not timed) or ``failed``.
         reason: in words, unless it was timed.
-        times: for each direction, milliseconds.
+        times: for each direction, milliseconds on the GPU.
+        host: for each direction, the microseconds after which the call returned, its work queued;
+            empty on a CPU, and for decoding, which is replayed.
     """
 
     candidate: str
     status: Status
     reason: str = ""
     times: dict[Direction, Timing] = field(default_factory=dict)
+    host: dict[Direction, float] = field(default_factory=dict)
 
 
 def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
@@ -70,9 +76,7 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
         if outcomes[name].status == "timed"
     }
     names = list(calls)
-    taken: dict[str, dict[Direction, list[float]]] = {
-        name: {direction: [] for direction in shape.directions} for name in names
-    }
+    taken = {name: Taken(shape) for name in names}
     for turn in range(rounds):
         for name in _rotated(names, turn):
             if outcomes[name].status == "timed":
@@ -82,7 +86,10 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
                 _guarded(outcomes[name], turn_of)
     for name in names:
         if outcomes[name].status == "timed":
-            outcomes[name].times = {way: Timing(ms) for way, ms in taken[name].items()}
+            outcomes[name].times = {way: Timing(ms) for way, ms in taken[name].ms.items()}
+            outcomes[name].host = {
+                way: statistics.median(us) for way, us in taken[name].host_us.items() if us
+            }
     return list(outcomes.values())
 
 
@@ -159,16 +166,30 @@ def _graphed(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _one_turn(
-    make: Callable[[], Calls], taken: dict[Direction, list[float]], device: str, warmup: bool
-) -> None:
+class Taken:
+    """The runs of one candidate so far, by direction."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.ms: dict[Direction, list[float]] = {way: [] for way in shape.directions}
+        self.host_us: dict[Direction, list[float]] = {way: [] for way in shape.directions}
+        self.on_host = shape.seq_q > 1
+
+
+def _one_turn(make: Callable[[], Calls], taken: Taken, device: str, warmup: bool) -> None:
     for direction, call in make().items():
-        # The L2 cache is cleared before each run. That also hides the time Python needs for a
-        # launch, which would be all one sees of short inputs.
+        # The L2 cache is cleared before each run, and that takes long enough to hide the time
+        # Python needs for a launch, which would be all one sees of short inputs. In training it
+        # is hidden as well: the GPU is behind. It is measured apart.
         cold = int(warmup and direction != "both")  # both are warm by then
-        once = time_ms(call, warmup=cold, repeats=1, clear_l2=True, device=device)
+        once = time_ms(call, warmup=cold, repeats=1, clear_l2=True, lead=LEAD, device=device)
         repeats = max(0, min(MOST_REPEATS, int(BUDGET_MS / max(once, 1e-6))) - 1)
-        taken[direction] += once.times
+        taken.ms[direction] += once.times
         if repeats:
-            more = time_ms(call, warmup=0, repeats=repeats, clear_l2=True, device=device)
-            taken[direction] += more.times
+            more = time_ms(call, warmup=0, repeats=repeats, clear_l2=True, lead=LEAD, device=device)
+            taken.ms[direction] += more.times
+        if torch.device(device).type == "cuda" and taken.on_host:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            taken.host_us[direction].append((time.perf_counter() - start) * 1e6)
+            torch.cuda.synchronize()

@@ -107,6 +107,8 @@ class Report:
                 "runs": len(timing.times),
                 "tflops": round(self.speed(shape, outcome, direction), 2),
             }
+            if direction in outcome.host:
+                entry[direction]["host_us"] = round(outcome.host[direction], 1)
         return entry
 
 
@@ -174,7 +176,20 @@ def summary(report: Report) -> list[str]:
                 f"{OURS} / {other}, {direction}: geometric mean {geometric_mean(ratios):.2f}, "
                 f"lowest {min(ratios):.2f}, highest {max(ratios):.2f} of {len(ratios)} shapes"
             )
-    return [*lines, *_shares(report)]
+    return [*lines, *_host_times(report), *_shares(report)]
+
+
+def _host_times(report: Report) -> Iterable[str]:
+    """What a call costs the host; the times above do not contain it."""
+    for direction in ("forward", "backward", "both"):
+        found: dict[str, list[float]] = {}
+        for _, outcomes in report.rows:
+            for o in outcomes:
+                if direction in o.host:
+                    found.setdefault(o.candidate, []).append(o.host[direction])
+        if found:
+            told = ", ".join(f"{name} {statistics.median(us):.0f} µs" for name, us in found.items())
+            yield f"until a call returns, {direction} (host, median over the shapes): {told}"
 
 
 def _shares(report: Report) -> Iterable[str]:
