@@ -364,3 +364,12 @@ def test_pages_copied_behind_each_other_are_seen(tmp_path):
 def test_the_right_numbers_from_pytorch_are_no_answer():
     messages = who_did_the_work(RIGHT)
     assert any("the numbers come from a kernel" in message for message in messages), messages
+
+
+def test_nan_throughout_is_given_no_name():
+    def answer(q, *rest):
+        return torch.full_like(q, torch.nan)
+
+    verdict = mark(find_question("lab7.paged_decode"), answer, 0)
+    assert verdict.status == "failed"
+    assert not any(finding.mistakes for finding in verdict.findings)

@@ -118,10 +118,13 @@ def _diagnose(
     whole = list(question.mistakes)
     for failure in ordered:
         whole = _explaining(question, whole, failure)
+    telling = [failure for failure in ordered if _has_a_number(failure.observation.output)]
+    if not telling and len(whole) > 1:
+        whole = []  # NaN everywhere: as good as any other mistake that gives it
     explained = {id(failure): whole for failure in ordered}
     if not whole:
         deadline = time.monotonic() + NAMING_SECONDS
-        for failure in ordered:
+        for failure in telling:
             explained[id(failure)] = _explaining(question, question.mistakes, failure, deadline)
     suspects = {m.name: m for named in explained.values() for m in named}
     fitting = {name for name, m in suspects.items() if _passes(question, m, passed, seed)}
@@ -137,6 +140,12 @@ def _diagnose(
             )
         )
     return tuple(findings)
+
+
+def _has_a_number(output: Any) -> bool:
+    """False if it is NaN or infinite throughout: many mistakes end so."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return not tensors or any(bool(torch.isfinite(tensor).any()) for tensor in tensors)
 
 
 def _size(failure: _Failure) -> int:
