@@ -54,3 +54,14 @@ def test_blocks_say_what_stands_in_the_way(shared, registers, spilled, expected)
     resident = occupancy("sm_90", shared_bytes=shared, registers=registers, threads=128)
     figure = draw_blocks(point, resident, shared_limit=227 * 1024, intensity=128, title="a choice")
     assert texts(figure) == expected
+
+
+def test_a_long_title_stays_inside_the_figure():
+    origin = "recorded on NVIDIA H200 on 2026-11-30 by notebooks/04_triton_forward.ipynb " * 2
+    figure = draw_steps({"1 a": {"tflops": 100.4, "ms": 2.0}}, origin)
+    figure.canvas.draw()
+    titles = [axes.title for axes in figure.axes]
+    titles += [axes._left_title for axes in figure.axes]
+    for title in titles:
+        box = title.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1

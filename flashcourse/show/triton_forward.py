@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from flashcourse.show.style import (
 
 KIB = 1024
 MAX_REGISTERS = 255
+TITLE_LETTERS = 90  # in a line, so that a record's origin fits above the bars
 WIDEST_BLOCK = 256  # queries; a common scale for the intensity of all choices
 _PROGRAM_COLORS = (BLUE, ORANGE, GREEN, SKY)
 
@@ -107,7 +109,7 @@ def draw_steps(rows: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     ax.invert_yaxis()
     ax.set_xlim(0, max(speeds) * 1.25)
     ax.set_xlabel("TFLOP/s, counting visible pairs only")
-    ax.set_title(title, fontsize="small")
+    ax.set_title(textwrap.fill(title, TITLE_LETTERS), fontsize="small")
     return figure
 
 
