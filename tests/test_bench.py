@@ -103,6 +103,13 @@ def test_running_out_of_memory_while_timed_is_a_row_too() -> None:
     assert other.status == "timed"
 
 
+def test_inputs_that_do_not_fit_are_a_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shape, "inputs", no_memory)
+    (only,) = race(SMALL, FIELD[:1], device="cpu")
+    assert only.status == "out of memory"
+    assert "nothing could be checked" in only.reason
+
+
 @pytest.mark.needs_triton
 def test_the_candidates_that_a_cpu_has_are_right() -> None:
     if not runtime.interpreting():

@@ -250,6 +250,9 @@ def test_forced_tiles_are_forgotten_afterwards() -> None:
     before = launch.tiles_for("forward", 64, 2, device)
     with force_tiles(forward=Tiles(16, 16, 4, 1)):
         assert launch.tiles_for("forward", 64, 2, device).block_q == 16
+    with force_tiles(forward=Tiles(16, 16, 4, 1, True, None, True)):  # no float32 kernel is Gluon's
+        assert launch.tiles_for("forward", 64, 2, device).block_q == 16
+        assert not launch.tiles_for("forward", 64, 4, device).gluon
     assert launch.tiles_for("forward", 64, 2, device) == before
     with pytest.raises(ValueError, match="unknown kernels"), force_tiles(backwards=before):
         pass

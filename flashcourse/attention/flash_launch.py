@@ -21,6 +21,7 @@ from flashcourse.attention.tuning import Tiles, bucket_of, forced_tiles, tiles_f
 LOG2E = math.log2(math.e)
 INT32_MAX = 2**31 - 1
 FEW_QUERIES = 8
+MOST_COPIED = 2**27  # entries of k and v each: 1 GiB as float32, together
 
 
 class FlashOptions(NamedTuple):
@@ -191,9 +192,11 @@ def _unrounded(
 
     Where one key has nearly all the weight, dS = P (dP - delta) is a small difference, and delta
     comes from the rounded out. Among many rows others have larger errors; a single one is alone
-    with it, and computing its out again in float32 is cheap.
+    with it, and computing its out again in float32 is cheap, unless k and v are very large.
     """
     if q.dtype == torch.float32 or q.shape[2] > FEW_QUERIES or cu_seqlens is not None:
+        return out
+    if k.numel() > MOST_COPIED:
         return out
     return launch_forward(q.float(), k.float(), v.float(), None, None, options)[0]
 

@@ -264,8 +264,10 @@ def tiles_for(
     kernel: Kernel, head_dim: int, itemsize: int, device: torch.device, gluon: bool = False
 ) -> Tiles:
     """The tiles a call uses: forced ones, else the table's, else (on a CPU) the interpreter's."""
-    if kernel in _forced:
-        return _forced[kernel]
+    forced = _forced.get(kernel)
+    # Gluon's kernels are for 16 bits; a backward of few queries also runs a float32 forward.
+    if forced is not None and not (forced.gluon and itemsize != 2):
+        return forced
     if device.type == "cpu":
         return INTERPRETER
     return _from_table(kernel, head_dim, itemsize, device, gluon)

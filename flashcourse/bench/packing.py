@@ -6,6 +6,7 @@ the record that lesson 07 shows to those without a GPU.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -149,6 +150,7 @@ def measure_case(
             if layout.name in out_of_memory:
                 continue
             model.set_attn_implementation(layout.attention)
+            gc.collect()  # what a step that did not fit left behind is not the next one's memory
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import statistics
@@ -51,12 +52,13 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
     Args:
         rounds: how often the candidates take turns; each round begins with the next one.
     """
-    q, k, v, d_out = shape.inputs(device)
     outcomes = {c.name: Outcome(c.name, "timed") for c in candidates}
     try:
+        q, k, v, d_out = shape.inputs(device)
         expected = expect(shape, (q, k, v, d_out))
     except torch.OutOfMemoryError:
-        reason = "the reference did not fit, so nothing could be checked"
+        _free()
+        reason = "the inputs or the reference did not fit, so nothing could be checked"
         return [Outcome(c.name, "out of memory", reason) for c in candidates]
     runs: dict[str, Run] = {}
     for candidate in candidates:
@@ -111,10 +113,15 @@ def _guarded(outcome: Outcome, work: Callable[[], str | None]) -> str | None:
     except Exception as error:  # the others must still be measured
         first = (str(error).splitlines() or [""])[0]
         outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {first}"[:200]
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _free()
     return None
+
+
+def _free() -> None:
+    gc.collect()
+    with contextlib.suppress(RuntimeError):  # after an illegal access every call raises it again
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _wanted(message: str) -> str:
@@ -159,10 +166,14 @@ def _graphed(call: Callable[[], object]) -> Callable[[], object]:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
-    torch.cuda.current_stream().wait_stream(side)
+    before = torch.cuda.current_stream()
+    before.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    finally:  # a capture that fails leaves its own stream behind, for all that come after
+        torch.cuda.set_stream(before)
     return graph.replay
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +17,7 @@ import typer
 
 from flashcourse import runtime
 from flashcourse.attention import flash_decode, paged_attention
+from flashcourse.files import write_whole
 from flashcourse.measure import time_ms
 from flashcourse.measure.memory import readable_bytes
 from flashcourse.measure.recorded import machine, record
@@ -147,9 +149,10 @@ def check(model: Any, outputs: dict[str, list[Request]], sample: int) -> dict[st
         }
     try:
         theirs = agree_with_generate_batch(model, outputs["paged"][:sample])
-    except RuntimeError as error:  # minutes of measurements are not lost for another engine
-        print(f"generate_batch failed: {error}", flush=True)
-        found["generate_batch"] = {"requests": sample, "equal": 0, "error": str(error)}
+    except Exception as error:  # minutes of measurements are not lost for another engine
+        told = f"{type(error).__name__}: {error}"
+        print(f"generate_batch failed: {told}", flush=True)
+        found["generate_batch"] = {"requests": sample, "equal": 0, "error": told}
     else:
         print(f"paged against generate_batch: {theirs}", flush=True)
         found["generate_batch"] = {
@@ -202,7 +205,7 @@ def main(
         bool, typer.Option(help="Check tokens on the trained model; else on a random one.")
     ] = True,
     json_out: Annotated[
-        str | None, typer.Option("--json", help="Also write the results here.")
+        Path | None, typer.Option("--json", help="Also write the results here.")
     ] = None,
 ) -> None:
     """Serve one load from a contiguous and from a paged cache of the same size, and compare.
@@ -221,10 +224,12 @@ def main(
         "page_size": 16,
         "models": {},
     }
+    print("one decode step of the kernel, pages in random order:", flush=True)
+    results["indirection"] = price_of_indirection()
     print(f"{machine()}\n{requests} requests, cache of {ROWS * LONGEST:,} tokens", flush=True)
     kinds: dict[str, Callable[[], Any]] = {
-        "checked": _trained if trained else _lively,
         "large": lambda: (_large(), None),
+        "checked": _trained if trained else _lively,
     }
     for kind, make in kinds.items():
         model, text = make()
@@ -239,18 +244,21 @@ def main(
         outputs = found.pop("requests")
         print(describe(found), flush=True)
         row = {"parameters": count_parameters(model), "dtype": str(model.dtype)[6:], **found}
+        results["models"][kind] = row
+        _keep(results, json_out)
         if kind == "checked":
             row["agreement"] = check(model, outputs, sample)
-        results["models"][kind] = row
+            _keep(results, json_out)
         del model, outputs
         torch.cuda.empty_cache()
-    print("\none decode step of the kernel, pages in random order:", flush=True)
-    results["indirection"] = price_of_indirection()
-    if json_out:
-        with open(json_out, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), **results}, file, indent=1)
+
+
+def _keep(results: dict[str, Any], json_out: Path | None) -> None:
+    """Write what there is so far: a run that is cut off keeps its finished parts."""
+    if json_out is not None:
+        write_whole({json_out: json.dumps({"machine": machine(), **results}, indent=1)})
     if record(RECORD, results, MADE_BY):
-        print(f"kept as the record {RECORD!r}")
+        print(f"kept as the record {RECORD!r}", flush=True)
 
 
 def _trained() -> tuple[Any, list[int]]:

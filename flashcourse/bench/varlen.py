@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +21,7 @@ import typer
 
 from flashcourse import runtime
 from flashcourse.attention import flash_attention_varlen, naive_attention
+from flashcourse.files import write_whole
 from flashcourse.measure.recorded import machine, record
 from flashcourse.measure.timing import time_ms
 
@@ -223,7 +225,7 @@ def main(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 20,
     json_out: Annotated[
-        str | None, typer.Option("--json", help="Also write the rows here.")
+        Path | None, typer.Option("--json", help="Also write the rows here.")
     ] = None,
 ) -> None:
     """Race the varlen kernel against torch.nn.attention.varlen.varlen_attn."""
@@ -237,11 +239,11 @@ def main(
             for part in ("forward", "backward")
         )
         print(f"{row}: {ahead}", flush=True)
+        if json_out is not None:  # after every row: a run that is cut off keeps them
+            text = json.dumps({"machine": machine(), "rows": found}, indent=1)
+            write_whole({json_out: text})
     worst = min(min(r["forward"]["ratio"], r["backward"]["ratio"]) for r in found)
     print(f"{machine()}: the worst of {2 * len(found)} ratios is {worst:.2f}")
-    if json_out:
-        with open(json_out, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "rows": found}, file, indent=1)
     if total is None and record(RECORD, found, MADE_BY):
         print(f"kept as the record {RECORD!r}")
 

@@ -197,7 +197,8 @@ def _resource_limits(limits: Limits, *, gpu: bool) -> dict[str, int]:
         "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": limits.file_bytes,
         "RLIMIT_NOFILE": 1024,
-        "RLIMIT_NPROC": _own_tasks() + 8 * limits.processes,
+        # CUDA starts threads of its own, in every process of every worker.
+        "RLIMIT_NPROC": _own_tasks() + (64 if gpu else 8) * limits.processes,
     }
     if not gpu:  # CUDA reserves address space by the terabyte
         values["RLIMIT_DATA"] = limits.memory

@@ -206,6 +206,7 @@ def _mark_question(
             question,
             lambda check, case: _look(question, check, case, workshop, rivals),
             question_seed(settings.seed, question.id),
+            workshop.gate.shared,
         )
         return _from_verdict(verdict, asked)
     except Stopped as end:

@@ -57,6 +57,8 @@ def observe(check: Check, answer: Answer, case: Case) -> Observation:
     threads: list[str] = []
     with (
         torch.random.fork_rng(devices=[]),
+        # Else a GPU's backward runs in a thread of its own, where calls are not seen.
+        torch.autograd.set_multithreading_enabled(False),
         _noting_calls(library_calls, threads),
         noting_launches() as launches,
         AllocationWatch(args, kwargs) as watch,

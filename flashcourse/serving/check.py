@@ -97,11 +97,18 @@ def agree_with_generate_batch(
     generation = GenerationConfig(
         max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    found = model.generate_batch(
-        [r.prompt for r in requests],
-        generation_config=generation,
-        continuous_batching_config=config,
-    )
+    attention = model.config._attn_implementation
+    if "auto_switch_to_flash" not in known:  # 5.17 leaves a paged form alone
+        model.set_attn_implementation(f"paged|{attention}")
+    try:
+        found = model.generate_batch(
+            [r.prompt for r in requests],
+            generation_config=generation,
+            continuous_batching_config=config,
+        )
+    finally:
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
     if len(found) != len(requests):
         raise RuntimeError(f"generate_batch answered {len(found)} of {len(requests)} requests")
     equal = sum(
