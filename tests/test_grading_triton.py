@@ -125,6 +125,34 @@ def test_the_library_s_kernels_are_not_one_s_own():
     assert "your answer called the course's library" in verdict.findings[0].message
 
 
+def test_a_call_of_the_library_in_the_backward_is_seen_on_a_gpu_too():
+    """There autograd runs a backward in a thread of its own."""
+    from flashcourse.attention import naive_attention
+
+    class Borrowed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal):
+            ctx.is_causal = is_causal
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            if is_causal:
+                seen = torch.ones_like(scores[0, 0], dtype=torch.bool)
+                scores = scores.masked_fill(~seen.tril(k.shape[2] - q.shape[2]), -torch.inf)
+            out = torch.softmax(scores.float(), -1).to(v) @ v
+            ctx.save_for_backward(q, k, v)
+            return out
+
+        @staticmethod
+        def backward(ctx, d_out):
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            with torch.enable_grad():
+                out = naive_attention(*leaves, is_causal=ctx.is_causal)
+            return *torch.autograd.grad(out, leaves, d_out), None
+
+    verdict = mark(find_question("lab5.attention"), Borrowed.apply, seed=0)
+    messages = [finding.message for finding in verdict.findings]
+    assert any("called the course's library (naive_attention" in m for m in messages), messages
+
+
 def test_launches_are_noted_and_the_gates_are_put_back():
     from triton.runtime import interpreter, jit
 
