@@ -320,39 +320,48 @@ def examine(root: Path = ROOT) -> Report:
     return Report(findings, examine_notebooks(root, have), time.perf_counter() - start)
 
 
+NOTEBOOK_LETTERS = 88  # in a line of a notebook's output
 MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]–[/]", "broken": "[red]✗[/]"}
 
 
 def show(report: Report) -> None:
-    """Print the report for a person."""
-    from rich.console import Console
+    """Print the report for a person. In a notebook it is one output, narrow enough for its cell."""
+    from rich.console import Console, Group, RenderableType
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
+    if console.is_jupyter:
+        console.width = NOTEBOOK_LETTERS
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in report.findings:
         table.add_row(
             MARKS[finding.status], finding.name, escape(finding.value), escape(finding.note)
         )
-    console.print(table)
+    parts: list[RenderableType] = [table]
+
+    def say(line: str) -> None:
+        parts.append(Text.from_markup(line))
+
     fixes = [finding for finding in report.findings if finding.fix]
     if fixes:
-        console.print("\n[bold]What to do about it[/]")
+        say("\n[bold]What to do about it[/]")
     for finding in fixes:
-        console.print(f"{MARKS[finding.status]} {finding.name}: {escape(finding.fix)}")
+        say(f"{MARKS[finding.status]} {finding.name}: {escape(finding.fix)}")
     if report.coverage:
-        console.print("\n[bold]Lessons and labs[/]")
+        say("\n[bold]Lessons and labs[/]")
     for notebook in report.coverage:
         mark = MARKS["limited" if notebook.missing else "ok"]
         text = "fully verified here"
         if notebook.missing:
             text = "runs; not verified here: " + "; ".join(notebook.missing)
-        console.print(f"{mark} {notebook.notebook}: {escape(text)}")
+        say(f"{mark} {notebook.notebook}: {escape(text)}")
     verdict = "[bold green]The course runs here.[/]"
     if not report.can_run:
         verdict = "[bold red]The course cannot run here yet.[/] What to do stands above, at each ✗."
-    console.print(f"\n{verdict} [dim]({report.seconds:.0f} s)[/]")
+    say(f"\n{verdict} [dim]({report.seconds:.0f} s)[/]")
+    console.print(Group(*parts))
 
 
 def doctor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -228,6 +229,23 @@ def test_exit_status_and_screen(status: doctor.Status, monkeypatch: pytest.Monke
     assert result.exit_code == (status == "broken")
     assert "pip install 'torch[x]'" in result.output
     assert ("cannot run here yet" in result.output) == (status == "broken")
+
+
+def test_in_a_notebook_the_report_is_one_narrow_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+    import rich.console
+
+    outputs: list[object] = []
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", outputs.append)
+    found = doctor.Finding("GPU", "none", "limited", "A long note. " * 20, "Something to do.")
+    coverage = [doctor.Coverage("labs/lab1"), doctor.Coverage("labs/lab4", ["speed " * 30])]
+    doctor.show(doctor.Report([found], coverage))
+    (output,) = outputs
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output._repr_mimebundle_([], [])["text/plain"])  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= doctor.NOTEBOOK_LETTERS
+    assert "Something to do." in text
+    assert "labs/lab1: fully verified here" in text
 
 
 # --- open ---------------------------------------------------------------------------------------
