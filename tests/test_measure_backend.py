@@ -221,17 +221,22 @@ def test_pytorchs_advice_is_not_taken_for_a_number() -> None:
     assert reason == "is_causal needs as many queries as keys (seqlen_q: 16 seqlen_k: 64)"
 
 
-@pytest.mark.parametrize(("sizes", "word"), [((264, 264, 264), "stops at head_dim 256"),
-                                             ((64, 64, 32), "pad the narrower ones"),
-                                             ((64, 32, 32), "pad the narrower ones"),
-                                             ((26, 264, 264), "pad the narrower ones")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ((264, 264, 264), "stops at head_dim 256"),
+        ((64, 64, 32), "pad the narrower ones"),
+        ((64, 32, 32), "pad the narrower ones"),
+        ((26, 264, 264), "pad the narrower ones"),
+    ],
+)
 def test_one_head_dim_that_is_too_large_is_not_told_to_pad(
     sizes: tuple[int, int, int], word: str
 ) -> None:
     q, k, v = sizes
     _, fix = explain((
-        "FlashAttention requires q,k,v to have the same last dimension and to be less than or equal "
-        f"to 256. Got Query.size(-1): {q}, Key.size(-1): {k}, Value.size(-1): {v} instead.",
+        "FlashAttention requires q,k,v to have the same last dimension and to be less than or "
+        f"equal to 256. Got Query.size(-1): {q}, Key.size(-1): {k}, Value.size(-1): {v} instead.",
     ))  # fmt: skip
     assert word in fix
     assert ("pad" in fix) == (len(set(sizes)) > 1)
