@@ -53,6 +53,15 @@ def test_the_crossover_figure_skips_what_did_not_run() -> None:
         draw_crossover([16, 32], {"a": [1.0]}, None)
 
 
+@pytest.mark.parametrize("nothing_crosses", [None, 16.0])
+def test_where_one_is_faster_everywhere_no_crossover_is_drawn(
+    nothing_crosses: float | None,
+) -> None:
+    figure = draw_crossover([16, 32], {"a": [1.0, 2.0], "b": [2.0, 3.0]}, nothing_crosses)
+    assert len(figure.axes[0].lines) == 2
+    assert not figure.axes[0].texts
+
+
 def test_a_panel_for_each_family_and_one_look_for_each_name() -> None:
     panels = [Panel("one", {"a": {1.0: 2.0, 2.0: 3.0}}), Panel("two", {"b": {1.0: 1.0},
               "a": {2.0: 5.0}})]  # fmt: skip

@@ -97,7 +97,7 @@ def draw_crossover(
     Args:
         lengths: of the sequence.
         times: milliseconds of each implementation; None where it did not run.
-        crossover: the length to mark, or None if there is none in the range.
+        crossover: the length to mark; None, or the first length, if nothing crosses in the range.
 
     Raises:
         ValueError: a series has not one value for each length.
@@ -112,7 +112,7 @@ def draw_crossover(
             [x for x, _ in points], [y for _, y in points], label=name,
             color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
         )  # fmt: skip
-    if crossover is not None:
+    if crossover is not None and crossover > min(lengths):
         ax.axvline(crossover, color=BLACK, linestyle="--", linewidth=1)
         ax.annotate(
             f"crossover at {crossover:.0f}", (crossover, 0.96), xycoords=("data", "axes fraction"),
