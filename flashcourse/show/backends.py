@@ -114,9 +114,13 @@ def draw_crossover(
         )  # fmt: skip
     if crossover is not None and crossover > min(lengths):
         ax.axvline(crossover, color=BLACK, linestyle="--", linewidth=1)
+        right = crossover**2 > min(lengths) * max(
+            lengths
+        )  # the label stands where the lines do not
         ax.annotate(
             f"crossover at {crossover:.0f}", (crossover, 0.96), xycoords=("data", "axes fraction"),
-            xytext=(5, 0), textcoords="offset points", va="top",
+            xytext=(-5 if right else 5, 0), textcoords="offset points", va="top",
+            ha="right" if right else "left",
         )  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
