@@ -64,4 +64,5 @@ def test_a_long_title_stays_inside_the_figure():
     titles += [axes._left_title for axes in figure.axes]
     for title in titles:
         box = title.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
