@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from flashcourse.grading.verdict import Finding, Verdict
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 NAMING_SECONDS = 10.0  # for an answer that no known mistake explains as a whole
+SMALL = 20_000  # numbers in an input on which a named mistake is confirmed
+CONFIRMED = 3  # such inputs of a check
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class _Failure:
 
 
 Observe = Callable[[Check, Case], Observation]
+Beside = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def mark(question: Question, answer: Answer, seed: int) -> Verdict:
@@ -45,7 +50,7 @@ def mark_observed(
     question: Question,
     look: Observe,
     seed: int,
-    beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    beside: Beside = contextlib.nullcontext,
 ) -> Verdict:
     """Run all checks of a question on an answer that may live elsewhere.
 
@@ -80,14 +85,20 @@ def mark_observed(
         return Verdict(question.id, "passed", points, points, (), seed, checks, remark)
     with beside():
         findings = _diagnose(question, failures, checks, seed)
+    findings = tuple(
+        _confirmed(question, finding, failure, look, seed, beside)
+        for finding, failure in zip(findings, failures, strict=True)
+    )
     return Verdict(question.id, "failed", 0, question.points, findings, seed, checks)
 
 
+def _cases(question: Question, check: Check, seed: int) -> Iterable[Case]:
+    key = zlib.crc32(f"{question.id}/{check.name}".encode())
+    return check.cases(torch.Generator().manual_seed(key ^ seed))
+
+
 def _first_failure(question: Question, check: Check, look: Observe, seed: int) -> _Failure | None:
-    generator = torch.Generator().manual_seed(
-        zlib.crc32(f"{question.id}/{check.name}".encode()) ^ seed
-    )
-    for case in check.cases(generator):
+    for case in _cases(question, check, seed):
         observation = look(check, case)
         message = _misbehaviour(observation) or check.judge(case, observation)
         if message:
@@ -150,6 +161,59 @@ def _diagnose(
     return tuple(findings)
 
 
+def _confirmed(
+    question: Question,
+    finding: Finding,
+    failure: _Failure,
+    look: Observe,
+    seed: int,
+    beside: Beside,
+) -> Finding:
+    """The finding with only those mistakes that give the answer's results on other cases too.
+
+    On one input two mistakes can give the same numbers, if these are counts or a mask. (Rounded
+    numbers hardly ever agree by chance; and where a kernel reads memory that is not its own, two
+    runs of the same mistake do not.) Asking the answer again costs time: only small cases of the
+    same check are asked, and only if a mistake was named.
+    """
+    leaves = tree_leaves(failure.observation.output)
+    if not finding.mistakes or any(
+        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves
+    ):
+        return finding
+    named = {name for name, _ in finding.mistakes}
+    suspects = [m for m in question.mistakes if m.name in named]
+    others = (
+        case
+        for case in _cases(question, failure.check, seed)
+        if case.description != failure.case.description and _numbers(case) <= SMALL
+    )
+    for case in itertools.islice(others, CONFIRMED):
+        if not suspects:
+            break
+        try:
+            ours = look(failure.check, case)
+        except Exception:  # the verdict stands; that the answer ended here changes nothing
+            break
+        with beside():
+            suspects = [m for m in suspects if _agrees(m, failure.check, case, ours)]
+    kept = {m.name for m in suspects}
+    mistakes = tuple(named for named in finding.mistakes if named[0] in kept)
+    return dataclasses.replace(finding, mistakes=mistakes)
+
+
+def _agrees(mistake: Mistake, check: Check, case: Case, ours: Observation) -> bool:
+    """True if the mistake, with some of its tiles, does on this case what the answer did."""
+    for answer in (mistake.answer, *mistake.variants):
+        theirs = observe(check, answer, case)
+        if ours.error or theirs.error:
+            if bool(ours.error) == bool(theirs.error):
+                return True
+        elif _same_output(ours.output, theirs.output):
+            return True
+    return False
+
+
 def _has_a_number(output: Any) -> bool:
     """False if it is NaN or infinite throughout: many mistakes end so."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -157,8 +221,12 @@ def _has_a_number(output: Any) -> bool:
 
 
 def _size(failure: _Failure) -> int:
+    return _numbers(failure.case)
+
+
+def _numbers(case: Case) -> int:
     """How many numbers the input has."""
-    leaves = tree_leaves((failure.case.args, failure.case.kwargs))
+    leaves = tree_leaves((case.args, case.kwargs))
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
@@ -211,6 +279,8 @@ def _gives_the_same(answer: Answer, failure: _Failure, right: Any) -> bool:
     if not _same_output(ours.output, output):
         return False
     theirs = observe(failure.check, answer, failure.case)
+    if failure.check.work and ours.launches and not theirs.launches:
+        return False  # the numbers are right, so any mistake that gets them right has the same
     if theirs.error or theirs.changed_inputs != ours.changed_inputs:
         return False
     if not _same_output(ours.output, theirs.output):
@@ -257,7 +327,7 @@ def _same_output(ours: Any, theirs: Any) -> bool:
 
 def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or (a.dtype == torch.bool) != (b.dtype == torch.bool):
+        if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.numel() == 0:
             return True
@@ -270,5 +340,7 @@ def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        if isinstance(a, int) != isinstance(b, int):
+            return False  # 9.0 where an int is asked for
         return math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b))
     return type(a) is type(b) and a == b

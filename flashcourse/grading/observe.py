@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from flashcourse.grading.launches import noting_launches
 from flashcourse.grading.question import Answer, Case, Check, Observation
@@ -178,15 +178,41 @@ def _plain(leaf: Any) -> Any:
 
 
 def _changed(before: Any, after: Any) -> tuple[str, ...]:
-    names = []
-    leaves, _ = tree_flatten_with_path(before)
-    for (path, old), new in zip(leaves, tree_leaves(after), strict=True):
-        if isinstance(old, torch.Tensor) and not _identical(old.detach(), new.detach()):
-            _, place, *inner = path
-            name = getattr(place, "key", None) or f"number {getattr(place, 'idx', 0) + 1}"
-            items = "".join(f", item {getattr(p, 'idx', getattr(p, 'key', p))}" for p in inner)
-            names.append(f"argument {name}{items}")
-    return tuple(names)
+    """The arguments that are not what they were: tensors, lists, and numbers in lists."""
+    (args, kwargs), (args_now, kwargs_now) = before, after
+    pairs = [(f"number {i + 1}", old, args_now[i]) for i, old in enumerate(args)]
+    pairs += [(name, old, kwargs_now[name]) for name, old in kwargs.items()]
+    found = ((name, _changed_items(old, now)) for name, old, now in pairs)
+    return tuple(f"argument {name}{items}" for name, items in found if items is not None)
+
+
+def _changed_items(old: Any, now: Any) -> str | None:
+    """None if nothing changed, else which items of a container did, in words."""
+    leaves, structure = tree_flatten_with_path(old)
+    leaves_now, structure_now = tree_flatten(now)
+    if structure != structure_now:
+        return ""
+    paths = [
+        path
+        for (path, leaf), leaf_now in zip(leaves, leaves_now, strict=True)
+        if not _unchanged(leaf, leaf_now)
+    ]
+    if not paths:
+        return None
+    if not paths[0]:
+        return ""
+    first = (path[0] for path in paths)
+    names = list(dict.fromkeys(str(getattr(p, "idx", getattr(p, "key", p))) for p in first))
+    told = " and ".join(names[:2]) if len(names) < 3 else f"{names[0]}, {names[1]} and more"
+    return f" (item {told})" if len(names) == 1 else f" (items {told})"
+
+
+def _unchanged(old: Any, now: Any) -> bool:
+    if isinstance(old, torch.Tensor):
+        return isinstance(now, torch.Tensor) and _identical(old.detach(), now.detach())
+    if isinstance(old, (bool, int, float, str)):
+        return type(now) is type(old) and (now == old or (now != now and old != old))
+    return True
 
 
 def _identical(old: torch.Tensor, new: torch.Tensor) -> bool:
