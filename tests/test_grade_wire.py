@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from enum import IntEnum
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashcourse.grading import confine, wire
+from flashcourse.grading.replies import how_it_ended
 from flashcourse.grading.wire import DTYPES, PREFIX, WireError, pack, unpack
 
 
@@ -236,3 +238,9 @@ def test_a_confinement_that_cannot_be_had_starts_nothing():
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.returncode == confine.FAILED
     assert "cannot confine" in run.stderr
+
+
+def test_a_process_that_wrote_outside_a_tensor_is_told_where_to_look() -> None:
+    for number in (signal.SIGABRT, signal.SIGSEGV):
+        assert "outside a tensor; look at the masks and the strides" in how_it_ended(-number)
+    assert how_it_ended(-signal.SIGKILL) == "the answer's process was killed by SIGKILL"

@@ -38,11 +38,14 @@ def how_it_ended(status: Any) -> str:
     if isinstance(status, int) and not isinstance(status, bool):
         if status < 0:
             with contextlib.suppress(ValueError):
-                return f"the answer's process was killed by {signal.Signals(-status).name}"
+                name = signal.Signals(-status).name
+                return f"the answer's process was killed by {name}{_BECAUSE.get(name, '')}"
         return f"the answer ended its own process (exit status {status})"
     return "the answer's process ended"
 
 
+_OUTSIDE = ": on a CPU mostly by a store outside a tensor; look at the masks and the strides"
+_BECAUSE = {"SIGABRT": _OUTSIDE, "SIGSEGV": _OUTSIDE, "SIGBUS": _OUTSIDE}
 _MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "out of memory")
 _DEVICE = ("CUDA error", "illegal memory access", "HIP error", "device-side assert")
 
