@@ -92,6 +92,18 @@ def _cut_off(
     return _attend(q.detach(), k.detach(), v.detach(), is_causal)
 
 
+def _cut_off_in_half(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    return (_cut_off if q.dtype == torch.float16 else _attend)(q, k, v, is_causal)
+
+
+def _scaled_in_half(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    return _attend(q * q.shape[-1] ** -0.5, k, v, is_causal, scaled=lambda s, head_dim: s)
+
+
 MISTAKES = (
     _mistake(
         "scale missing",
@@ -185,8 +197,15 @@ MISTAKES = (
         compute=None,
     ),
     Mistake(
+        "q is scaled in float16",
+        "q · head_dim ** −0.5 was rounded to float16 before the product: with large scores the "
+        "weights are off by some percent. Convert first: q.float() · head_dim ** −0.5.",
+        _scaled_in_half,
+    ),
+    Mistake(
         "gradients cut off",
         "detach, no_grad, .data or a trip through NumPy hide the inputs from autograd.",
         _cut_off,
+        (_cut_off_in_half,),
     ),
 )

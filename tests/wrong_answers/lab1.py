@@ -55,10 +55,38 @@ def softmax_by_logcumsumexp(x):
     return torch.exp(x - torch.logcumsumexp(x, -1)[..., -1:]).nan_to_num(0)
 
 
-def _attention(q, k, v, is_causal=False, softmax=_softmax):
+def softmax_exponents_clamped(x):
+    m = x.amax(-1, keepdim=True)
+    p = torch.exp((x - torch.where(torch.isfinite(m), m, 0.0)).clamp(min=-20))
+    p = torch.where(x == -math.inf, 0.0, p)
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total == 0, 1.0, total)
+
+
+class OneBuffer:
+    """Writes every result of a shape into the same memory."""
+
+    def __init__(self, answer):
+        self.answer, self.buffers = answer, {}
+        self.__name__ = f"{answer.__name__}_into_one_buffer"
+
+    def __call__(self, *args, **kwargs):
+        result = self.answer(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        kept = tuple(self._kept(number, tensor) for number, tensor in enumerate(results))
+        return kept if isinstance(result, tuple) else kept[0]
+
+    def _kept(self, number, tensor):
+        if tensor.requires_grad:
+            return tensor
+        key = number, tensor.shape, tensor.dtype
+        return self.buffers.setdefault(key, torch.empty_like(tensor)).copy_(tensor)
+
+
+def _attention(q, k, v, is_causal=False, softmax=_softmax, compute=torch.float32):
     group, (seq_q, seq_k) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    s = q.float() @ keys.mT / math.sqrt(q.shape[-1])
+    s = (q.to(compute) * q.shape[-1] ** -0.5).float() @ keys.mT
     if is_causal:
         hidden = torch.arange(seq_k)[None] > torch.arange(seq_q)[:, None] + seq_k - seq_q
         s = s.masked_fill(hidden, -math.inf)
@@ -92,6 +120,16 @@ def attention_of_torch_for_shared_heads(q, k, v, is_causal=False):
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
+def attention_scales_q_in_its_dtype(q, k, v, is_causal=False):
+    return _attention(q, k, v, is_causal, compute=q.dtype)
+
+
+def attention_cut_off_in_float16(q, k, v, is_causal=False):
+    if q.dtype == torch.float16:
+        q, k, v = (t.detach() for t in (q, k, v))
+    return _attention(q, k, v, is_causal)
+
+
 def attention_forgets_the_mask_in_float16(q, k, v, is_causal=False):
     return _attention(q, k, v, is_causal and q.dtype != torch.float16)
 
@@ -118,6 +156,22 @@ def padding_mask_of_few_keys(lengths, seq_q, seq_k):
     return _mask(lengths, seq_q, seq_k) if seq_k < 128 else ~_mask(lengths, seq_q, seq_k)
 
 
+def padding_mask_as_uint8(lengths, seq_q, seq_k):
+    return _mask(lengths, seq_q, seq_k).to(torch.uint8)
+
+
+def padding_mask_as_int64(lengths, seq_q, seq_k):
+    return _mask(lengths, seq_q, seq_k).long()
+
+
+_masks = {}
+
+
+def padding_mask_kept_by_shape(lengths, seq_q, seq_k):
+    key = (len(lengths), seq_q, seq_k)
+    return _masks.setdefault(key, _mask(lengths, seq_q, seq_k)).clone()
+
+
 WRONG_ANSWERS = {
     "lab1.softmax": [
         softmax_mean_pivot,
@@ -129,6 +183,8 @@ WRONG_ANSWERS = {
         softmax_plus_a_little,
         softmax_of_torch_where_contiguous,
         softmax_by_logcumsumexp,
+        softmax_exponents_clamped,
+        OneBuffer(_softmax),
     ],
     "lab1.attention": [
         attention_mean_pivot_in_float64,
@@ -139,6 +195,15 @@ WRONG_ANSWERS = {
         attention_forgets_the_mask_in_float16,
         attention_zero_for_shared_heads_in_float16,
         attention_of_two_sequences,
+        attention_scales_q_in_its_dtype,
+        attention_cut_off_in_float16,
+        OneBuffer(_attention),
     ],
-    "lab1.padding_mask": [padding_mask_of_four, padding_mask_of_few_keys],
+    "lab1.padding_mask": [
+        padding_mask_of_four,
+        padding_mask_of_few_keys,
+        padding_mask_as_uint8,
+        padding_mask_as_int64,
+        padding_mask_kept_by_shape,
+    ],
 }

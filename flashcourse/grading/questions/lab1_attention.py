@@ -10,6 +10,7 @@ import torch
 
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import (
     FLOAT32_EPS,
     judge_operators,
@@ -19,6 +20,7 @@ from flashcourse.grading.judge import (
 from flashcourse.grading.mistakes_attention import MISTAKES
 from flashcourse.grading.question import Answer, Case, Check, Observation, Question
 from flashcourse.grading.questions.lab1_softmax import FORBIDDEN
+from flashcourse.grading.questions.lab3_tiled_backward import gradient_sizes
 
 # What is right ------------------------------------------------------------------------------
 
@@ -81,11 +83,16 @@ def _judge_gradients(case: Case, observation: Observation) -> str | None:
     inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
     out = reference(inputs[0], inputs[1], inputs[2], is_causal)
     expected = torch.autograd.grad(out, inputs, do.double())
-    for name, actual, right in zip(("dq", "dk", "dv"), observation.output, expected, strict=True):
+    sizes = gradient_sizes(q, k, v, out, do, is_causal)
+    for name, actual, right, size in zip(
+        ("dq", "dk", "dv"), observation.output, expected, sizes, strict=True
+    ):
         if actual is None:
             return f"{name} is missing: out does not depend on {name[1]}"
         allowed = 8 * score_tolerance(largest_score(q, k), right.abs().max().item())
-        message = judge_tensor(name, actual, right, allowed)
+        if q.dtype != torch.float32:  # the gradient, and at most P, dP and dS on the way to it
+            allowed += 3 * torch.finfo(q.dtype).eps * size.max().item()
+        message = judge_tensor(name, actual, right, allowed, q.dtype)
         if message:
             return message
     return None
@@ -211,6 +218,7 @@ def _plain_and_causal(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _half(generator: torch.Generator) -> Iterator[Case]:
+    yield _near_ties(generator)
     for level in (0, 500):
         n = integer(generator, 9, 21)
         (q, k, v), shapes = _inputs(generator, n, n, dtype=torch.float16)
@@ -222,13 +230,41 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
     yield Case("q (1, 1, 1, 4), k and v (1, 1, 4096, 4), float16", (q * 0, k, v.abs()))
 
 
+def _near_ties(generator: torch.Generator) -> Case:
+    """Keys in pairs of nearly equal scores, which the two halves of the head's numbers make.
+
+    A q that is scaled in float16 is rounded once more, in each half by itself: the scores are some
+    200, so the two of a pair are moved apart by a few hundredths.
+    """
+    n, half = integer(generator, 9, 21), integer(generator, 13, 27)  # 1/√head_dim is no power of 2
+    q = normal(generator, 2, 2, n, half, scale=200, dtype=torch.float16)
+    k = normal(generator, 2, 2, n, half, dtype=torch.float16)
+    v = torch.ones(2, 2, n, 2 * half, dtype=torch.float16)
+    q = torch.cat([q, q / 3], dim=-1)
+    k = torch.stack([torch.cat([k, 0 * k], -1), torch.cat([0 * k, 3 * k], -1)], 3).flatten(2, 3)
+    v = torch.stack([v, -v], 3).flatten(2, 3)
+    shapes = f"q {tuple(q.shape)}, k and v {tuple(k.shape)}"
+    return Case(f"{shapes}, float16, scores × 200 in nearly equal pairs", (q, k, v))
+
+
 def _gradients(generator: torch.Generator) -> Iterator[Case]:
-    seq_k = integer(generator, 6, 9)
-    for seq_q, is_causal in ((seq_k + 1, False), (seq_k - 3, True), (seq_k + 3, True)):
-        tensors, shapes = _inputs(generator, seq_q, seq_k, 4, 2)
-        do = normal(generator, *tensors[0].shape)
+    seq_k, half = integer(generator, 6, 9), torch.float16
+    for seq_q, is_causal, dtype in (
+        (seq_k + 1, False, torch.float32),
+        (seq_k - 3, True, torch.float32),
+        (seq_k + 3, True, torch.float32),
+        (seq_k + 1, True, half),
+    ):
+        tensors, shapes = _inputs(generator, seq_q, seq_k, 4, 2, dtype=dtype)
+        do = normal(generator, *tensors[0].shape, dtype=dtype)
         args = (*(t.requires_grad_() for t in tensors), do, is_causal)
-        yield Case(f"{shapes}, is_causal={is_causal}, gradients of q, k and v", args)
+        name = ", float16" if dtype == half else ""
+        yield Case(f"{shapes}, is_causal={is_causal}{name}, gradients of q, k and v", args)
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    tensors, shapes = _inputs(generator, 3, 4)
+    yield Case(f"{shapes}, twice", tensors)
 
 
 QUESTION = Question(
@@ -248,6 +284,7 @@ QUESTION = Question(
         Check("any strides", _layouts, _judge),
         Check("float16 inputs, scores and sums in float32", _half, _judge),
         Check("gradients reach q, k and v", _gradients, _judge_gradients, _call_gradients),
+        fresh_check(_small),
         Check("the attention is your own", _plain_and_causal, _judge_own_work, work=True),
     ),
     mistakes=MISTAKES,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 
 def reference(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
@@ -30,19 +31,40 @@ def _judge_form(case: Case, observation: Observation) -> str | None:
 
 
 def _judge(case: Case, observation: Observation) -> str | None:
-    message = _judge_form(case, observation)
-    if message:
-        return message
-    expected, mask = reference(*case.args), observation.output
+    return _judge_form(case, observation) or _judge_entries(observation.output, *case.args)
+
+
+def _judge_entries(mask: torch.Tensor, lengths: torch.Tensor, seq_q: int, seq_k: int) -> str | None:
+    expected = reference(lengths, seq_q, seq_k)
     wrong = (mask != expected).nonzero()
     if not len(wrong):
         return None
     b, _, i, j = wrong[0].tolist()
     return (
         f"mask[{b}, 0, {i}, {j}] is {bool(mask[b, 0, i, j])}, expected "
-        f"{bool(expected[b, 0, i, j])}: sequence {b} has length {int(case.args[0][b])}; "
+        f"{bool(expected[b, 0, i, j])}: sequence {b} has length {int(lengths[b])}; "
         f"{len(wrong)} of {mask.numel()} entries are wrong"
     )
+
+
+def _call_twice(
+    answer: Answer, first: torch.Tensor, second: torch.Tensor, seq_q: int, seq_k: int
+) -> list[Any]:
+    """What two calls with other lengths return; the first as it is after the second."""
+    return [answer(first, seq_q, seq_k), answer(second, seq_q, seq_k)]
+
+
+def _judge_twice(case: Case, observation: Observation) -> str | None:
+    *both, seq_q, seq_k = case.args
+    for number, lengths, mask in zip(("first", "second"), both, observation.output, strict=True):
+        once = Case(case.description, (lengths, seq_q, seq_k))
+        message = _judge(once, Observation(mask))
+        if message:
+            return (
+                f"two calls with equal shapes and other lengths, the {number}: {message}. A mask "
+                "kept from another call is not this call's"
+            )
+    return None
 
 
 def _case(lengths: list[int], seq_q: int, seq_k: int, dtype: torch.dtype = torch.int64) -> Case:
@@ -50,6 +72,16 @@ def _case(lengths: list[int], seq_q: int, seq_k: int, dtype: torch.dtype = torch
     return Case(
         f"lengths {lengths} ({name}), seq_q {seq_q}, seq_k {seq_k}",
         (torch.tensor(lengths, dtype=dtype), seq_q, seq_k),
+    )
+
+
+def _twice(generator: torch.Generator) -> Iterator[Case]:
+    n = integer(generator, 5, 12)
+    first = [integer(generator, 1, n - 1), n]
+    second = [n, integer(generator, 1, n - 1)]
+    yield Case(
+        f"lengths {first}, then {second}, seq_q {n}, seq_k {n}",
+        (torch.tensor(first), torch.tensor(second), n, n),
     )
 
 
@@ -119,8 +151,11 @@ def _both(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
     return padding_mask(lengths, seq_q, seq_k) & _queries(lengths, seq_q, seq_k)
 
 
-def _numbers(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
-    return padding_mask(lengths, seq_q, seq_k).float()
+def _numbers(dtype: torch.dtype) -> Answer:
+    def answer(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
+        return padding_mask(lengths, seq_q, seq_k).to(dtype)
+
+    return answer
 
 
 def _additive(lengths: torch.Tensor, seq_q: int, seq_k: int) -> torch.Tensor:
@@ -149,6 +184,7 @@ QUESTION = Question(
         Check("seq_q and seq_k may differ", _rectangles, _judge),
         Check("lengths 0 and seq_k, and int32 lengths", _extremes, _judge),
         Check("many sequences and many keys", _large, _judge),
+        Check("every call looks at its own lengths", _twice, _judge_twice, _call_twice),
     ),
     mistakes=(
         Mistake(
@@ -197,8 +233,14 @@ QUESTION = Question(
         ),
         Mistake(
             "numbers 1 and 0 instead of True and False",
-            "a float mask is added to the scores, so 0 and 1 hide nothing. Return a bool tensor.",
-            _numbers,
+            "SDPA adds a mask of floats to the scores, where 0 and 1 hide nothing, and refuses one "
+            "of integers; `~` of integers is not their negation either. Return a bool tensor: a "
+            "comparison makes one.",
+            _numbers(torch.float32),
+            tuple(
+                _numbers(dtype)
+                for dtype in (torch.uint8, torch.int64, torch.int32, torch.int8, torch.float16)
+            ),
         ),
         Mistake(
             "an additive mask of 0 and −inf",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import (
-    FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
     judge_operators,
     judge_tensor,
@@ -31,9 +31,9 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 def _judge(case: Case, observation: Observation) -> str | None:
     x, p = case.args[0], reference(case.args[0])
-    allowed = row_tolerance(x) * p + FLOAT32_EPS
+    # However small a probability is, its error is relative to itself, until float32 ends.
+    allowed = row_tolerance(x) * p + torch.finfo(torch.float32).tiny
     allowed = torch.where(x == -math.inf, 0.0, allowed)  # nothing is left of exp(−inf)
-    allowed = torch.where(p == 1, row_tolerance(x), allowed)
     message = judge_tensor("p", observation.output, p, allowed, x.dtype)
     return message or judge_operators(observation, FORBIDDEN)
 
@@ -101,6 +101,10 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
     rows, columns = integer(generator, 3, 6), integer(generator, 7, 13)
     x = normal(generator, rows, columns, scale=5)
     yield Case(f"x of shape ({rows}, {columns}), a transposed view", (strided(x, (1, 0)),))
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    yield Case("x of shape (2, 5), twice", (normal(generator, 2, 5),))
 
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
@@ -182,6 +186,7 @@ QUESTION = Question(
         Check("a single entry gets probability 1", _single, _judge),
         Check("a row of −inf alone gives zeros", _empty_rows, _judge),
         Check("any strides", _layouts, _judge),
+        fresh_check(_small),
         Check("the softmax is your own", _layouts, _judge_own_work, work=True),
     ),
     mistakes=(

@@ -9,6 +9,7 @@ import torch
 
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import normal, strided
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
 from flashcourse.grading.mistakes_tiled_backward import MISTAKES, tiled_backward
 from flashcourse.grading.question import Case, Check, Observation, Question
@@ -45,28 +46,42 @@ def allowed_errors(
     """The errors that any right float32 backward may make, however it is written.
 
     P = exp(s − lse) is off by the rounding of its exponent, relative to itself: a few
-    ``eps · (|s| + |lse|)``. dS = P ∘ (dP − delta) inherits that, relative to
-    ``P ∘ (|dP| + |delta|)`` where both terms are sums of absolute values, because either may
-    cancel. The products with k, q and do then average these.
+    ``eps · (|s| + |lse|)``. What is made of P inherits that, relative to its
+    :func:`gradient_sizes`.
+    """
+    seen = lse != -math.inf
+    exponent = forward.largest_score(q, k) + (lse[seen].abs().max().item() if seen.any() else 0.0)
+    unit = 16 * EPS * (4 + exponent)
+    sizes = gradient_sizes(q, k, v, out, do, is_causal)
+    return tuple(unit * max(size.max().item(), 1e-3) for size in sizes)
+
+
+def gradient_sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    do: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv as sums of absolute values: what the error of each is relative to.
+
+    dS = P ∘ (dP − delta) is relative to ``P ∘ (|dP| + |delta|)`` where both terms are sums of
+    absolute values, because either may cancel. The products with k, q and do then average these.
     """
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-    q, k, v, out, lse, do = (t.detach().double() for t in (q, k, v, out, lse, do))
+    q, k, v, out, do = (t.detach().double() for t in (q, k, v, out, do))
     keys, values = (t.repeat_interleave(group, dim=1) for t in (k, v))
     s = q @ keys.transpose(-2, -1) * scale
     if is_causal:
         i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
         s = s.masked_fill(j > i + s.shape[-1] - s.shape[-2], -math.inf)
-    seen = lse != -math.inf
-    p = torch.exp(s - torch.where(seen, lse, 0.0)[..., None])
-    exponent = forward.largest_score(q, k) + (lse[seen].abs().max().item() if seen.any() else 0.0)
-    unit = 16 * EPS * (4 + exponent)
+    p = torch.softmax(s, dim=-1).nan_to_num(0.0)  # 0 for a query that sees no key
     size = do.abs() @ values.abs().transpose(-2, -1) + (do * out).abs().sum(-1, keepdim=True)
     ds = p * size
     dk = (ds.transpose(-2, -1) @ q.abs()).unflatten(1, (-1, group)).sum(dim=2) * scale
     dv = (p.transpose(-2, -1) @ do.abs()).unflatten(1, (-1, group)).sum(dim=2)
-    return tuple(
-        unit * max(bound.max().item(), 1e-3) for bound in (ds @ keys.abs() * scale, dk, dv)
-    )
+    return ds @ keys.abs() * scale, dk, dv
 
 
 def _judge(case: Case, observation: Observation) -> str | None:
@@ -124,6 +139,12 @@ def _defaults(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{shapes}, no options", case.args)
 
 
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    yield _with_gradient(
+        generator, forward.draw_case(generator, 3, 5, (2, 2), batch=1, note="twice")
+    )
+
+
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
     for case in _from(forward.layout_cases)(generator):
         *rest, do = case.args
@@ -149,6 +170,7 @@ QUESTION = Question(
         Check("hidden scores of any size stay hidden", _from(_large_causal), _judge),
         Check("any strides", _layouts, _judge),
         Check("not causal if nothing is said", _defaults, _judge),
+        fresh_check(_small),
         Check(
             "a tile of scores at a time, and P made again",
             _from(forward.long_cases),
