@@ -119,7 +119,7 @@ def plain_number(value: Any) -> Any:
     if isinstance(value, (numpy.integer, numpy.floating, numpy.bool_)):
         return value.item()
     if type(value) is Fraction:
-        return float(value)
+        return value.numerator if value.denominator == 1 else float(value)
     if isinstance(value, int):
         return int.__int__(value)
     return float.__float__(value) if isinstance(value, float) else value

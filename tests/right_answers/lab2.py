@@ -21,6 +21,12 @@ def naive_bytes_as_numpy(batch, heads, seq_q, seq_k, head_dim, itemsize):
     return (sizes * counts).sum() * batch * heads * itemsize
 
 
+def naive_bytes_as_fraction(batch, heads, seq_q, seq_k, head_dim, itemsize):
+    """A fraction that is a whole number is one."""
+    rows = Fraction(2 * head_dim * (seq_q + seq_k), seq_q * seq_k)
+    return batch * heads * itemsize * seq_q * seq_k * (6 + rows)
+
+
 def flash_bytes_by_loop(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q):
     total = 0
     for start in range(0, seq_q, block_q):
@@ -111,7 +117,11 @@ def metered_in_float64(hbm, q, k, v, block_q, block_k):
 
 
 RIGHT_ANSWERS = {
-    "lab2.naive_bytes": [naive_bytes_by_kernels, naive_bytes_as_numpy],
+    "lab2.naive_bytes": [
+        naive_bytes_by_kernels,
+        naive_bytes_as_numpy,
+        naive_bytes_as_fraction,
+    ],
     "lab2.flash_bytes": [flash_bytes_by_loop, flash_bytes_math_ceil],
     "lab2.attention_flops": [attention_flops_by_mask, attention_flops_closed_form],
     "lab2.roofline_seconds": [roofline_by_intensity, roofline_by_case, roofline_as_fraction],

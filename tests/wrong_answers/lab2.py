@@ -37,6 +37,10 @@ def naive_four_bytes(b, h, m, n, d, size):
     return _naive(b, h, m, n, d, 4)
 
 
+def naive_through_float32(*sizes):
+    return int(torch.tensor(_naive(*sizes), dtype=torch.float32))
+
+
 def naive_not_for_one_sequence(b, h, m, n, d, size):
     return _naive(b, h, m, n, d, size) if b > 1 else 0
 
@@ -57,6 +61,10 @@ def flash_rounded_to_the_nearest(b, h, m, n, d, size, block_q):
     return _flash(b, h, m, n, d, size, max(1, round(m / block_q)))
 
 
+def flash_through_float32(b, h, m, n, d, size, block_q):
+    return int(numpy.float32(_flash(b, h, m, n, d, size, -(-m // block_q))))
+
+
 def flash_not_for_blocks_of_one(b, h, m, n, d, size, block_q):
     return _flash(b, h, m, n, d, size, -(-m // block_q)) if block_q > 1 else 0
 
@@ -64,6 +72,11 @@ def flash_not_for_blocks_of_one(b, h, m, n, d, size, block_q):
 def flops_not_for_one_sequence(b, h, m, n, d, is_causal):
     pairs = sum(max(0, i + n - m + 1) for i in range(m)) if is_causal else m * n
     return 4 * b * h * d * pairs if b > 1 else 0
+
+
+def flops_through_float32(b, h, m, n, d, is_causal):
+    pairs = sum(max(0, i + n - m + 1) for i in range(m)) if is_causal else m * n
+    return int(numpy.float32(4 * b * h * d * pairs))
 
 
 def roofline_smoothed(flops, bytes_moved, peak_flops, bandwidth):
@@ -74,21 +87,25 @@ def roofline_no_difference(flops, bytes_moved, peak_flops, bandwidth):
     return NoDifference(1.0)
 
 
-def _metered(hbm, q, k, v, block_q, block_k, pivot=torch.maximum, kind=torch.float32):
+def _metered(
+    hbm, q, k, v, block_q, block_k, pivot=torch.maximum, kind=torch.float32, start=None, scale=None
+):
+    scale = scale or q.shape[-1] ** -0.5
     out = hbm.empty(q.shape, q.dtype)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             for i in range(0, q.shape[2], block_q):
                 rows = (b, h, slice(i, i + block_q))
-                tile = hbm.load(q, rows) * q.shape[-1] ** -0.5
-                m = l = o = None
+                tile = hbm.load(q, rows) * scale
+                l = o = None
+                m = None if start is None else torch.full((len(tile), 1), start)
                 for j in range(0, k.shape[2], block_k):
                     columns = (b, h, slice(j, j + block_k))
                     s = (tile @ hbm.load(k, columns).T).to(kind)
                     top = s.amax(1, keepdim=True)
                     new = top if m is None else pivot(m, top)
                     p = torch.exp(s - new)
-                    factor = torch.zeros_like(new) if m is None else torch.exp(m - new)
+                    factor = torch.zeros_like(new) if l is None else torch.exp(m - new)
                     part = p @ hbm.load(v, columns).to(kind)
                     l = p.sum(1, keepdim=True) + (0 if l is None else factor * l)
                     o = part + (0 if o is None else factor * o)
@@ -107,6 +124,23 @@ def metered_blocks_of_its_own(hbm, q, k, v, block_q, block_k):
 
 def metered_first_block_pivot(hbm, q, k, v, block_q, block_k):
     return _metered(hbm, q, k, v, block_q, block_k, lambda m, top: m, torch.float64)
+
+
+def metered_starts_at_minus_50(hbm, q, k, v, block_q, block_k):
+    return _metered(hbm, q, k, v, block_q, block_k, start=-50.0)
+
+
+def metered_starts_at_minus_200(hbm, q, k, v, block_q, block_k):
+    return _metered(hbm, q, k, v, block_q, block_k, start=-200.0)
+
+
+def metered_scale_of_8(hbm, q, k, v, block_q, block_k):
+    return _metered(hbm, q, k, v, block_q, block_k, scale=8**-0.5)
+
+
+def metered_scale_of_powers_of_two(hbm, q, k, v, block_q, block_k):
+    scale = 2.0 ** -((q.shape[-1].bit_length() - 1) / 2)
+    return _metered(hbm, q, k, v, block_q, block_k, scale=scale)
 
 
 def _head_outside(hbm, q, k, v, block_q, block_k, leave, again):
@@ -175,6 +209,7 @@ WRONG_ANSWERS = {
         naive_as_float,
         naive_always_equal,
         naive_four_bytes,
+        naive_through_float32,
         naive_not_for_one_sequence,
         naive_head_dim_of_eights,
     ],
@@ -182,13 +217,18 @@ WRONG_ANSWERS = {
         flash_as_float,
         flash_rounded_to_the_nearest,
         flash_not_for_blocks_of_one,
+        flash_through_float32,
     ],
-    "lab2.attention_flops": [flops_not_for_one_sequence],
+    "lab2.attention_flops": [flops_not_for_one_sequence, flops_through_float32],
     "lab2.roofline_seconds": [roofline_smoothed, roofline_no_difference],
     "lab2.metered_attention": [
         metered_larger_blocks,
         metered_blocks_of_its_own,
         metered_first_block_pivot,
+        metered_starts_at_minus_50,
+        metered_starts_at_minus_200,
+        metered_scale_of_8,
+        metered_scale_of_powers_of_two,
         metered_through_lists,
         metered_through_arrays,
         metered_keys_read_once,

@@ -39,7 +39,8 @@ def _cases(
 
 
 def _full(generator: torch.Generator) -> Iterator[Case]:
-    n, more = integer(generator, 30, 200), integer(generator, 20, 200)
+    """More keys come first: 4 times an odd number above 2²⁴, which float32 cannot hold."""
+    n, more = 2 * integer(generator, 110, 200) + 1, 2 * integer(generator, 10, 100)
     yield from _cases(generator, False, iter([(n, n + more), (n + more, n), (n, n)]))
 
 
@@ -109,6 +110,13 @@ QUESTION = Question(
             "causal aligned to the top left",
             "query i sees key j when j <= i + seq_k - seq_q: the last query sees the last key.",
             _wrong(causal=lambda m, n: sum(min(i + 1, n) for i in range(m))),
+        ),
+        Mistake(
+            "causal counted as if the lengths were equal",
+            "N·(N + 1)/2 pairs are those of N queries and N keys. With seq_k − seq_q keys more, "
+            "every query sees that many more; with fewer, the first queries see none.",
+            _wrong(causal=lambda m, n: m * (m + 1) / 2),
+            (_wrong(causal=lambda m, n: n * (n + 1) / 2),),
         ),
         Mistake(
             "the diagonal left out",

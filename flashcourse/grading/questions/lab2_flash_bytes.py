@@ -44,8 +44,9 @@ def _short(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _single_rows(generator: torch.Generator) -> Iterator[Case]:
+    """The bytes are 2 · itemsize times an odd number above 2²⁴, which float32 cannot hold."""
     batch, heads, seq_q, seq_k, head_dim, itemsize = next(shapes(generator))
-    yield _case(batch, heads, seq_q, seq_k, head_dim, itemsize, 1)
+    yield _case(batch, heads, seq_q, seq_k + 1, head_dim, itemsize, 1)
 
 
 def _case(*values: int) -> Case:
@@ -117,8 +118,8 @@ QUESTION = Question(
             _wrong(q_rows=lambda seq_q, block_q: 2 * block_q * -(-seq_q // block_q)),
         ),
         Mistake(
-            "out not counted",
-            "out is written once, seq_q × head_dim numbers a head.",
+            "one of q and out is not counted",
+            "q is read once and out is written once: seq_q × head_dim numbers a head, each.",
             _wrong(q_rows=lambda seq_q, block_q: seq_q),
         ),
         Mistake(

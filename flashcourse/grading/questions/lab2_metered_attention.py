@@ -18,6 +18,7 @@ from flashcourse.measure.memory import readable_bytes
 from flashcourse.measure.onchip import SramExceeded
 
 FLOAT32_BYTES = 4
+HEAD_DIMS = (5, 6, 7, 9, 10, 11)  # no powers of 2
 
 
 def chip_bytes(block_q: int, block_k: int, head_dim: int) -> int:
@@ -140,8 +141,11 @@ def _case(
     blocks: tuple[int, int],
     scale: float = 1,
     note: str = "",
+    head_dim: int | None = None,
 ) -> Case:
-    (batch, per_sequence), (seq_q, seq_k), head_dim = heads, lengths, 8
+    """Normal q, k and v; the head_dim, if not given, is one whose square root is no power of 2."""
+    (batch, per_sequence), (seq_q, seq_k) = heads, lengths
+    head_dim = head_dim or HEAD_DIMS[integer(generator, 0, len(HEAD_DIMS) - 1)]
     q, k, v = (normal(generator, batch, per_sequence, n, head_dim) for n in (seq_q, seq_k, seq_k))
     return Case(
         f"batch={batch}, heads={per_sequence}, seq_q={seq_q}, seq_k={seq_k}, head_dim={head_dim}, "
@@ -171,15 +175,20 @@ def _small(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _extremes(generator: torch.Generator) -> Iterator[Case]:
-    """Scores of ±1,000 in every row, the lowest in the first block of keys and in the last."""
+    """Scores of ±1,000 in every row, the lowest in the first block of keys and in the last.
+
+    Then rows that lie near −1,000 throughout, and rows near 1,000.
+    """
     block_q, block_k = integer(generator, 3, 5), integer(generator, 4, 6)
-    for first in (-1, 1):
+    for first in (-1, 1, 0):
         lengths = block_q + 1, 3 * block_k
         case = _case(generator, (1, 1), lengths, (block_q, block_k), note=", scores near ±1,000")
         q, k, *_ = case.args
         level = (1000 * q.shape[-1] ** 0.5) ** 0.5
         q[..., 0], k[..., 0] = level, -first * level
         k[:, :, :block_k, 0] = first * level
+        if not first:
+            k[..., 0], q[:, :, ::2, 0] = level, -level
         yield case
 
 
@@ -193,7 +202,7 @@ def _long(generator: torch.Generator) -> Iterator[Case]:
     """All of one head's k, and a tile of every head at once, are more than the chip holds."""
     block_q, block_k = integer(generator, 4, 5), integer(generator, 7, 9)
     seq_k = chip_bytes(block_q, block_k, 8) // (8 * FLOAT32_BYTES) + integer(generator, 1, 20)
-    yield _case(generator, (1, 2), (block_q, seq_k), (block_q, block_k))
+    yield _case(generator, (1, 2), (block_q, seq_k), (block_q, block_k), head_dim=8)
     yield _case(generator, (4, 4), (block_q, 2 * block_k), (block_q, block_k))
 
 
@@ -212,6 +221,7 @@ def _wrong(
     alpha_l: Callable[[Tile], Tile] = lambda alpha: alpha,
     scaled: bool = True,
     pivot: Callable[[Tile], Tile] = lambda m: m,
+    start: float = -math.inf,
     all_blocks: bool = True,
     divided: bool = True,
     q_again: bool = False,
@@ -237,7 +247,7 @@ def _wrong(
                 q_i = hbm.load(q, (*head, rows))
                 k_head = hbm.load(k, head) if whole_k else None
                 shape = q_i.shape[:-1]
-                m = torch.full((*shape, 1), -math.inf)
+                m = torch.full((*shape, 1), start)
                 l = torch.zeros((*shape, 1))
                 o = torch.zeros(q_i.shape)
                 for j in range(0, last, block_k):
@@ -323,6 +333,13 @@ QUESTION = Question(
             "no maximum subtracted",
             "exp overflows for scores above 88.7, and infinity over infinity is NaN.",
             _wrong(pivot=torch.zeros_like),
+        ),
+        Mistake(
+            "m starts at a finite number",
+            "where all scores are far below it, every exp(s − m) underflows to 0, and 0/0 is NaN. "
+            "The maximum of nothing is −inf.",
+            _wrong(start=0.0),
+            tuple(_wrong(start=start) for start in (-10.0, -50.0, -100.0, -200.0, -500.0)),
         ),
         Mistake(
             "the last keys are dropped",

@@ -31,9 +31,10 @@ def describe(names: tuple[str, ...], values: tuple[object, ...]) -> str:
 def shapes(generator: torch.Generator) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Equal lengths, more keys than queries, fewer, and one query; no two sizes alike.
 
-    Every draw has numbers of 2 and of 4 bytes, a batch of 1, and results that float32 cannot hold.
+    Every draw has numbers of 2 and of 4 bytes, a batch of 1, and results that float32 cannot hold:
+    with equal lengths the bytes are 2 · itemsize times an odd number above 2²⁴.
     """
-    n, more = integer(generator, 65, 512), integer(generator, 100, 900)
+    n, more = 2 * integer(generator, 260, 400) + 1, 2 * integer(generator, 50, 450)
     sizes = (2, 4, 1, 8) if integer(generator, 0, 1) else (4, 2, 8, 1)
     for (seq_q, seq_k), itemsize in zip(
         ((n, n), (n, n + more), (n + more, n), (1, n + 1)), sizes, strict=True
@@ -93,9 +94,9 @@ QUESTION = Question(
             _wrong(sizes=lambda b, h, m, n, d, i: (b, h, m, n, d, 1)),
         ),
         Mistake(
-            "the softmax counted once",
-            "the softmax kernel reads the whole matrix S and writes the whole matrix P: two "
-            "passes over it, not one.",
+            "one pass over the matrix missing",
+            "the score matrix is passed over six times: S written, read and written by the scale, "
+            "read by the softmax, P written, P read. You have five.",
             _wrong(passes=5),
         ),
         Mistake(
@@ -111,13 +112,14 @@ QUESTION = Question(
             _wrong(q_rows=0, k_rows=0, v_rows=0, out_rows=0),
         ),
         Mistake(
-            "out not counted",
-            "the last kernel writes out, seq_q × head_dim numbers a head.",
+            "one of q and out is not counted",
+            "the first kernel reads q and the last writes out: seq_q × head_dim numbers a head, "
+            "each.",
             _wrong(out_rows=0),
         ),
         Mistake(
-            "v not counted",
-            "the last kernel reads v as well as P.",
+            "one of k and v is not counted",
+            "the first kernel reads k and the last reads v: seq_k × head_dim numbers a head, each.",
             _wrong(v_rows=0),
         ),
         Mistake(

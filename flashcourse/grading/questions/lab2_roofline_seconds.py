@@ -76,7 +76,8 @@ QUESTION = Question(
         Mistake(
             "the shorter of the two times",
             "a kernel is done when both its arithmetic and its transfers are: the longer one "
-            "decides.",
+            "decides. Whoever compares with the ridge point: above it, where flops / bytes_moved "
+            "is more than peak_flops / bandwidth, that is the arithmetic.",
             _rule(lambda f, b, p, w: min(f / p, b / w)),
         ),
         Mistake(
