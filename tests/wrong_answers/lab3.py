@@ -6,6 +6,8 @@ from functools import partial
 import numpy
 import torch
 
+from wrong_answers.lab1 import OneBuffer
+
 INF = math.inf
 
 
@@ -17,11 +19,15 @@ def _of_row(row):
     return m, torch.exp(row - torch.where(m == -INF, 0.0, m)[:, None]).sum(1)
 
 
-def _online(blocks, epsilon=0.0):
+def _online(blocks, epsilon=0.0, start=-INF, skipped=INF, forgotten=INF):
     m = l = None
     for s in blocks:
         if m is None:
-            m, l = s.new_full((len(s),), -INF), s.new_zeros(len(s))
+            m, l = s.new_full((len(s),), start), s.new_zeros(len(s))
+        if (s.amax(1) < m - skipped).all():
+            continue
+        if (m < s.amax(1) - forgotten).all():
+            l = torch.zeros_like(l)
         new = torch.maximum(m, s.amax(1))
         pivot = torch.where(new == -INF, 0.0, new)
         l = l * torch.exp(m - pivot) + torch.exp(s - pivot[:, None]).sum(1)
@@ -81,6 +87,12 @@ def small_epsilon(blocks):
     return _online(blocks, 1e-5)
 
 
+def _named(name, function, **options):
+    answer = partial(function, **options)
+    answer.__name__ = name
+    return answer
+
+
 # lab3.merge -------------------------------------------------------------------------------------
 
 
@@ -98,10 +110,10 @@ def merge_with_epsilon(out_a, lse_a, out_b, lse_b):
     return _merge(out_a, lse_a, out_b, lse_b, 5e-6)
 
 
-def merge_winner_takes_all(out_a, lse_a, out_b, lse_b):
+def merge_winner_takes_all(out_a, lse_a, out_b, lse_b, beyond=10):
     out, lse = _merge(out_a, lse_a, out_b, lse_b)
-    out = torch.where((lse_a - lse_b > 10)[..., None], out_a, out)
-    return torch.where((lse_b - lse_a > 10)[..., None], out_b, out), lse
+    out = torch.where((lse_a - lse_b > beyond)[..., None], out_a, out)
+    return torch.where((lse_b - lse_a > beyond)[..., None], out_b, out), lse
 
 
 def merge_no_max_in_float64(out_a, lse_a, out_b, lse_b):
@@ -126,7 +138,9 @@ def _hidden(i, j, seq_q, seq_k):
     return torch.arange(*j)[None, :] > torch.arange(*i)[:, None] + seq_k - seq_q
 
 
-def _tiled(q, k, v, is_causal=False, block_q=64, block_k=64, *, whole_mask=False, pivot=None):
+def _tiled(
+    q, k, v, is_causal=False, block_q=64, block_k=64, *, whole_mask=False, pivot=None, skip=INF
+):
     group, (seq_q, d), seq_k = q.shape[1] // k.shape[1], q.shape[2:], k.shape[2]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mask = _hidden((0, seq_q), (0, seq_k), seq_q, seq_k) if whole_mask and is_causal else None
@@ -145,6 +159,8 @@ def _tiled(q, k, v, is_causal=False, block_q=64, block_k=64, *, whole_mask=False
                     hidden if mask is None else mask[slice(*rows), slice(*columns)], -INF
                 )
             new = torch.maximum(m, s.amax(-1, keepdim=True))
+            if (s.amax(-1, keepdim=True) < m - skip).all():
+                continue
             if pivot and j:
                 new = m
             safe = torch.where(new == -INF, 0.0, new)
@@ -286,12 +302,6 @@ def backward_autograd_if_short(q, k, v, out, lse, do, is_causal=False, block_q=6
     return _backward(q, k, v, out, lse, do, is_causal, block_q, block_k)
 
 
-def _named(name, function, **options):
-    answer = partial(function, **options)
-    answer.__name__ = name
-    return answer
-
-
 def backward_in_numpy(q, k, v, out, lse, do, is_causal=False, block_q=64, block_k=64):
     group = q.shape[1] // k.shape[1]
     q, k, v, out, lse, do = (t.numpy().astype(numpy.float64) for t in (q, k, v, out, lse, do))
@@ -314,10 +324,18 @@ WRONG_ANSWERS = {
         exponentials_kept,
         first_block_pivot_in_float64,
         small_epsilon,
+        _named("starts_at_minus_350", _online, start=-350.0),
+        _named("starts_at_minus_500", _online, start=-500.0),
+        *(_named(f"skips_blocks_{t}_below", _online, skipped=t) for t in (3, 6, 10, 12)),
+        _named("forgets_what_is_10_below", _online, forgotten=10),
+        _named("forgets_what_is_12_below", _online, forgotten=12),
+        OneBuffer(_online),
     ],
     "lab3.merge": [
         merge_with_epsilon,
         merge_winner_takes_all,
+        _named("merge_winner_takes_all_beyond_12", merge_winner_takes_all, beyond=12),
+        OneBuffer(_merge),
         merge_no_max_in_float64,
         merge_pivot_of_a_in_float64,
         merge_writes_to_its_inputs,
@@ -333,6 +351,8 @@ WRONG_ANSWERS = {
         forward_in_numpy,
         forward_wrong_heads_if_causal,
         forward_causal_by_default,
+        *(_named(f"forward_skips_tiles_{t}_below", _tiled, skip=t) for t in (3, 6, 10, 11.5)),
+        OneBuffer(_tiled),
     ],
     "lab3.tiled_backward": [
         backward_autograd_if_causal,
@@ -341,5 +361,6 @@ WRONG_ANSWERS = {
         _named("backward_rows_by_the_dozen", _backward, rows=12),
         _named("backward_whole_mask", _backward, whole_mask=True),
         backward_in_numpy,
+        OneBuffer(_backward),
     ],
 }

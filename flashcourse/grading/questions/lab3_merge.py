@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import FLOAT32_EPS, judge_tensors, row_tolerance
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
@@ -108,9 +109,9 @@ def _far_apart(generator: torch.Generator) -> Iterator[Case]:
     """One lse far above the other: a small weight counts if what it weighs is large."""
     shape = _shape(generator)
     (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 0.5) for _ in range(2))
-    lse_a, lse_b = lse_a * 0.2 + 5.5, lse_b * 0.2 - 5.5
-    yield Case(f"{_describe(shape)}, lse 11 apart", (out_a, lse_a, out_b * 1000, lse_b))
-    yield Case(f"{_describe(shape)}, lse 11 apart", (out_b * 1000, lse_b, out_a, lse_a))
+    lse_a, lse_b = lse_a * 0.1 + 6.6, lse_b * 0.1 - 6.6
+    yield Case(f"{_describe(shape)}, lse 13 apart", (out_a, lse_a, out_b * 1000, lse_b))
+    yield Case(f"{_describe(shape)}, lse 13 apart", (out_b * 1000, lse_b, out_a, lse_a))
     lse_a, lse_b = lse_a + 990, lse_b - 990
     yield Case(f"{_describe(shape)}, lse near 1,000 and −1,000", (out_a, lse_a, out_b, lse_b))
     yield Case(f"{_describe(shape)}, lse near −1,000 and 1,000", (out_b, lse_b, out_a, lse_a))
@@ -150,6 +151,12 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
     (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 2.0) for _ in range(2))
     args = strided(out_a, (0, 2, 1, 3)), strided(lse_a, (2, 0, 1)), out_b, strided(lse_b, (1, 0, 2))
     yield Case(f"{_describe(shape)}, not contiguous", args)
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    shape = (1, 2, 3, 4)
+    parts = _part(generator, shape, 1.0), _part(generator, shape, 1.0)
+    yield Case(f"{_describe(shape)}, twice", (*parts[0], *parts[1]))
 
 
 # The known mistakes: each leaves the right path in one place ------------------------------------
@@ -273,6 +280,7 @@ QUESTION = Question(
         Check("two empty sides give 0 and −inf", _both_empty, _judge),
         Check("the order does not matter", _three, _judge_orders, _call_in_two_orders),
         Check("any strides", _layouts, _judge),
+        fresh_check(_small),
     ),
     mistakes=MISTAKES,
     right=_merge,

@@ -6,6 +6,7 @@ import math
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.draw import integer, normal
+from flashcourse.grading.fresh import call_twice, fresh_check
 from flashcourse.grading.judge import (
     FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
@@ -26,6 +28,11 @@ from flashcourse.grading.question import Answer, Case, Check, Mistake, Observati
 NAMES = ("m", "l")
 BLOCKS_KEPT = 4  # the one at hand, the one before, and two more for a loop's loose ends
 BLOCKS_MADE = 12  # numbers in tensors at once, those that were made of the block at hand included
+# What people take for the maximum of nothing, beside −inf and 0.
+STARTS = (
+    *(-1e9, -1e10, -1e30, torch.finfo(torch.float32).min, -1e6, -1e5, -1e4, -1e3),
+    *(-800.0, -500.0, -400.0, -350.0, -300.0, -200.0, -100.0, -50.0),
+)
 ROWS, WIDTH, BLOCKS = 32, 64, 40  # the stream with which memory is judged
 
 FORBIDDEN = (*FORBIDDEN_ATTENTION, "logsumexp")
@@ -52,6 +59,10 @@ def _judge(case: Case, observation: Observation) -> str | None:
 
 def _call_on_stream(answer: Answer, blocks: list[torch.Tensor]) -> Any:
     return answer(iter(blocks))
+
+
+def _call_on_two_streams(answer: Answer, blocks: list[torch.Tensor]) -> Any:
+    return call_twice(lambda blocks: answer(iter(blocks)), blocks)
 
 
 def _call_counting(answer: Answer, blocks: list[torch.Tensor]) -> dict[str, Any]:
@@ -132,9 +143,11 @@ def _scales(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _order(generator: torch.Generator) -> Iterator[Case]:
+    """The others add a few parts in 10,000 to l: more than rounding, so no block can be skipped."""
     for where, place in (("first", 0), ("last", -1)):
-        blocks, shape = _stream(generator, 4, [1, *_widths(generator, 3), 1])
-        blocks[place] += 9.0
+        widths = [integer(generator, 18, 26) for _ in range(3)]
+        blocks, shape = _stream(generator, 4, [1, *widths, 1], 0.1)
+        blocks[place] += 13.2
         yield Case(f"{shape}, the largest score in the {where} block", (blocks,))
     blocks, shape = _stream(generator, 5, [integer(generator, 3, 7)])
     yield Case(shape, (blocks,))
@@ -148,11 +161,16 @@ def _levels(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _extremes(generator: torch.Generator) -> Iterator[Case]:
-    """From −1,000 to 1,000 and back in one row: no block's own pivot is safe for the others."""
-    blocks, shape = _stream(generator, 2, _widths(generator, 4))
+    """From −1,000 to 1,000 and back in one row: no block's own pivot is safe for the others.
+
+    Two rows more stay near −1,000, and near 1,000, in every block.
+    """
+    blocks, shape = _stream(generator, 4, _widths(generator, 4))
     for index, level in enumerate((-1000.0, 1000.0, -1000.0, 999.0)):
         blocks[index] = blocks[index].abs() * -math.copysign(0.3, level) + level
         blocks[index][1] *= -1
+        blocks[index][2] = -blocks[index][2].abs()
+        blocks[index][3] = blocks[index][3].abs()
     yield Case(f"{shape}, blocks near 1,000 and −1,000", (blocks,))
 
 
@@ -179,6 +197,11 @@ def _hidden(generator: torch.Generator) -> Iterator[Case]:
 def _long(generator: torch.Generator) -> Iterator[Case]:
     blocks, _ = _stream(generator, ROWS, [WIDTH] * BLOCKS)
     yield Case(f"{BLOCKS} blocks of {ROWS} rows and {WIDTH} columns", (blocks,))
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    blocks, shape = _stream(generator, 2, [3, 4])
+    yield Case(f"{shape}, twice", (blocks,))
 
 
 # The known mistakes: each leaves the right path in one place ------------------------------------
@@ -216,8 +239,11 @@ def _online(
     return m, l
 
 
-def _mistake(name: str, explanation: str, **step: Any) -> Mistake:
-    return Mistake(name, explanation, partial(_online, **step))
+def _mistake(
+    name: str, explanation: str, *, starts: tuple[float, ...] = (-math.inf,), **step: Any
+) -> Mistake:
+    first, *others = (partial(_online, **{"start": start, **step}) for start in starts)
+    return Mistake(name, explanation, first, tuple(others))
 
 
 def _sum_under_block_max(
@@ -283,6 +309,12 @@ MISTAKES = (
         start=0.0,
     ),
     _mistake(
+        "m starts at a finite number",
+        "a row that lies below it never gets rid of it, and a row of −inf alone has no other "
+        "maximum than −inf. The maximum of nothing is −inf.",
+        starts=STARTS,
+    ),
+    _mistake(
         "no max subtraction",
         "l is the sum of exp(s − m). The sum of exp(s) overflows above 88.7 in float32.",
         summed=lambda l, factor, s, p, m: l + torch.exp(s).sum(dim=1),
@@ -314,6 +346,7 @@ QUESTION = Question(
         Check("scores as large as ±1,000", _extremes, _judge, _call_on_stream),
         Check("a single score gives l = 1", _single, _judge, _call_on_stream),
         Check("scores of −inf count nothing", _hidden, _judge, _call_on_stream),
+        replace(fresh_check(_small), call=_call_on_two_streams),
         Check("one pass, block by block", _long, _judge_kept, _call_counting, work=True),
         Check("the softmax is your own", _order, _judge_own_work, _call_on_stream, work=True),
     ),

@@ -8,6 +8,7 @@ import torch
 
 from flashcourse.attention import naive_attention
 from flashcourse.grading.draw import integer, normal, strided
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import (
     FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
@@ -172,6 +173,23 @@ def extreme_cases(generator: torch.Generator) -> Iterator[Case]:
         yield case
 
 
+def far_apart_cases(generator: torch.Generator) -> Iterator[Case]:
+    """One score of a row far above the others, in its first tile and in its last.
+
+    The others add up to parts in 10,000: more than rounding, so no tile can be skipped, and the
+    sum of those before a new maximum cannot be forgotten.
+    """
+    for key in (0, -1):
+        note = f"the {'last' if key else 'first'} key 12 above the others"
+        case = draw_case(generator, 9, integer(generator, 34, 40), (8, 8), scale=0.1, note=note)
+        q, k, v = case.args
+        q[..., 0], k[..., 0] = 1.0, 0.0
+        k[..., key, :] = 0.0
+        k[..., key, 0] = 12.3 * q.shape[-1] ** 0.5
+        v[..., key, :] *= 0.01  # what the others add is not hidden by it
+        yield case
+
+
 def one_key_cases(generator: torch.Generator) -> Iterator[Case]:
     yield draw_case(generator, integer(generator, 5, 9), 1, (4, 4), scale=0.1)
 
@@ -196,6 +214,10 @@ def layout_cases(generator: torch.Generator) -> Iterator[Case]:
         case = draw_case(generator, 9, 13, (4, 8), heads=(4, 2))
         tensors = tuple(strided(t, order) for t in case.args)
         yield Case(f"{case.description}, stored as {stored}", tensors, case.kwargs)
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    yield draw_case(generator, 3, 5, (2, 2), batch=1, note="twice")
 
 
 def long_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -238,7 +260,9 @@ QUESTION = Question(
         Check("any strides", layout_cases, _judge),
         Check("scores as large as ±20,000", extreme_cases, _judge),
         Check("a single key gets the weight 1", one_key_cases, _judge_one_key),
+        Check("one score far above the others", far_apart_cases, _judge),
         Check("not causal if nothing is said", _defaults, _judge),
+        fresh_check(_small),
         Check("a tile of scores at a time", long_cases, judge_tiles, call_watching, work=True),
         Check("the attention is your own", own_work_cases, judge_work, call_watching, work=True),
     ),
