@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from itertools import accumulate, pairwise
 
+import numpy
 import torch
 import triton
 import triton.language as tl
@@ -43,6 +45,17 @@ def pack_with_cat(documents):
         "position_ids": position_ids,
         "input_ids": ids,
     }
+
+
+def pack_in_an_ordered_dict(documents):
+    """The longest is NumPy's."""
+    lengths = numpy.array([len(d) for d in documents])
+    return OrderedDict(pack_in_a_loop(documents), max_seqlen=lengths.max())
+
+
+def pack_in_a_defaultdict(documents):
+    """Every list begins by itself."""
+    return defaultdict(list, pack_with_cat(documents))
 
 
 # lab6.packed_mask -------------------------------------------------------------------------------
@@ -173,7 +186,12 @@ def varlen_by_list(q, k, v, cu_seqlens, max_seqlen):
 
 
 RIGHT_ANSWERS = {
-    "lab6.pack": [pack_in_a_loop, pack_with_cat],
+    "lab6.pack": [
+        pack_in_a_loop,
+        pack_with_cat,
+        pack_in_an_ordered_dict,
+        pack_in_a_defaultdict,
+    ],
     "lab6.packed_mask": [mask_of_blocks, mask_with_searchsorted, mask_by_start],
     "lab6.flash_varlen": [varlen_by_document, varlen_by_list],
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
+from torch.utils._pytree import tree_map
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.fresh import judge_fresh
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 IGNORED = -100
 KEYS = ("input_ids", "position_ids", "labels", "cu_seqlens", "max_seqlen")
@@ -27,6 +30,25 @@ def pack(documents: Documents) -> dict[str, Any]:
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         "max_seqlen": int(lengths.max()),
     }
+
+
+def _call(answer: Answer, documents: Documents) -> Any:
+    """What the answer returns; any kind of dict as a plain one, NumPy's integers as Python's."""
+    output = answer(documents)
+    if not isinstance(output, dict):
+        return output
+    return {
+        key: int(value) if isinstance(value, numpy.integer) else value
+        for key, value in output.items()
+    }
+
+
+def _call_twice(answer: Answer, documents: Documents) -> tuple[Any, Any]:
+    """What the first call returned, and the same after a second call with other tokens."""
+    result = _call(answer, documents)
+    kept = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result)
+    answer([[token + 1 for token in document] for document in documents])
+    return kept, result
 
 
 def _judge_keys(*keys: str) -> Callable[[Case, Observation], str | None]:
@@ -69,7 +91,19 @@ def _judge_value(key: str, actual: Any, expected: Any) -> str | None:
 
 
 def _case(generator: torch.Generator, lengths: list[int], note: str = "") -> Case:
+    """Documents in which the tokens that begin one stand elsewhere too.
+
+    Those of one token are all the same. So neither a token nor a document says where it stands.
+    """
     documents = [[integer(generator, 3, 999) for _ in range(length)] for length in lengths]
+    single = integer(generator, 3, 999)
+    for document in documents:
+        if len(document) == 1:
+            document[0] = single
+    for document in documents:
+        if len(document) > 1:
+            other = documents[integer(generator, 0, len(documents) - 1)]
+            document[integer(generator, 1, len(document) - 1)] = other[0]
     described = f"documents of {', '.join(map(str, lengths))} tokens"
     return Case(described + (f", {note}" if note else ""), (documents,))
 
@@ -120,10 +154,11 @@ QUESTION = Question(
     id="lab6.pack",
     points=3,
     checks=(
-        Check("tokens and positions", _several, _judge_keys("input_ids", "position_ids")),
-        Check("labels", _several, _judge_keys("labels")),
-        Check("offsets and the longest", _several, _judge_keys("cu_seqlens", "max_seqlen")),
-        Check("one document, and documents of one token", _single, _judge_keys(*KEYS)),
+        Check("tokens and positions", _several, _judge_keys("input_ids", "position_ids"), _call),
+        Check("labels", _several, _judge_keys("labels"), _call),
+        Check("offsets and the longest", _several, _judge_keys("cu_seqlens", "max_seqlen"), _call),
+        Check("one document, and documents of one token", _single, _judge_keys(*KEYS), _call),
+        Check("every call returns new tensors", _single, judge_fresh, _call_twice),
     ),
     mistakes=(
         Mistake(

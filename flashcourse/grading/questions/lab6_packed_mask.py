@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.fresh import judge_fresh
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 
 def packed_mask(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,7 @@ def _case(lengths: list[int], note: str = "") -> Case:
 
 
 def _several(generator: torch.Generator) -> Iterator[Case]:
-    for count in (2, 3, 5):
+    for count in (3, 4, 5):  # of two documents, the first is all that the second may see wrongly
         yield _case([integer(generator, 2, 6) for _ in range(count)])
 
 
@@ -64,8 +66,20 @@ def _single(generator: torch.Generator) -> Iterator[Case]:
 
 def _empty(generator: torch.Generator) -> Iterator[Case]:
     n = [integer(generator, 2, 5) for _ in range(3)]
-    yield _case([0, n[0], 0, 0, n[1]], "empty documents")
-    yield _case([n[2], n[0], 0], "an empty document at the end")
+    yield _case([0, n[0], 0, 0, n[1], n[2]], "empty documents")
+    yield _case([n[2], n[0], n[1], 0], "an empty document at the end")
+
+
+def _call_twice(answer: Answer, cu_seqlens: torch.Tensor) -> tuple[Any, Any]:
+    """What the first call returned, and the same after a call with the documents in other order."""
+    result = answer(cu_seqlens)
+    kept = result.clone() if isinstance(result, torch.Tensor) else result
+    answer(cu_seqlens[-1] - cu_seqlens.flip(0))
+    return kept, result
+
+
+def _uneven(generator: torch.Generator) -> Iterator[Case]:
+    yield _case([integer(generator, 2, 4), integer(generator, 5, 6)])
 
 
 def _causal_only(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -121,6 +135,7 @@ QUESTION = Question(
         Check("each token sees its document's past and itself", _several, _judge),
         Check("one document, and documents of one token", _single, _judge),
         Check("empty documents change nothing", _empty, _judge),
+        Check("every call returns new tensors", _uneven, judge_fresh, _call_twice),
     ),
     mistakes=(
         Mistake(
