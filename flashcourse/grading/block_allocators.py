@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class OutOfBlocks(RuntimeError):
@@ -303,6 +303,16 @@ class FreesShared(Allocator):
 class FreesLastOnly(Allocator):
     def free(self, seq: int) -> None:
         self.release(self.tables.pop(seq)[-1])
+
+
+class SharedTables(Allocator):
+    """Tables in the class: one dict for all allocators."""
+
+    shared_tables: ClassVar[dict[int, list[int]]] = {}
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.tables = self.shared_tables
 
 
 class FreedTwice(Allocator):

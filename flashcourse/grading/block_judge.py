@@ -40,6 +40,20 @@ def judge_script(case: Case, observation: Observation) -> str | None:
     return None
 
 
+def judge_beside(case: Case, observation: Observation) -> str | None:
+    """The same for an allocator that had a second one of its kind beside it."""
+    if isinstance(observation.output, str):
+        message: str | None = f"it raised {observation.output}"
+    else:
+        message = judge_script(case, observation)
+    if message is None:
+        return None
+    return (
+        f"{message} (a second allocator was at work too: what belongs to one is made in __init__ "
+        "and kept in self, not in the class or in a global)"
+    )
+
+
 def _is_entry(entry: Any) -> bool:
     """True if it is what :func:`run_script` writes: the process it ran in is not trusted."""
     keys = {"outcome", "returned", "num_free", "tables", "outside"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from flashcourse.grading.observe import describe_error
 from flashcourse.grading.question import Answer
 
 Step = tuple[Any, ...]
@@ -202,6 +203,55 @@ def run_script(answer: Answer, num_blocks: int, block_size: int, steps: list[Ste
         if outcome != due:
             break  # what follows has another beginning than the ledger's
     return log
+
+
+def run_beside(answer: Answer, num_blocks: int, block_size: int, steps: list[Step]) -> Any:
+    """The same while a second allocator of the same kind is at work; or the error, in words."""
+    try:
+        return run_script(lambda *sizes: _Beside(answer, *sizes), num_blocks, block_size, steps)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        return describe_error(error)
+
+
+class _Beside:
+    """An allocator that passes every call on, and lets a second one work before each.
+
+    The second gives out two sequences' blocks at the most.
+    """
+
+    def __init__(self, answer: Answer, num_blocks: int, block_size: int) -> None:
+        self.first, self.second = answer(num_blocks, block_size), answer(num_blocks, block_size)
+        self.held: list[Any] = []
+
+    @property
+    def num_free(self) -> Any:
+        return self.first.num_free
+
+    def allocate(self, num_tokens: int) -> Any:
+        self.work()
+        return self.first.allocate(num_tokens)
+
+    def append(self, seq: Any) -> Any:
+        self.work()
+        return self.first.append(seq)
+
+    def fork(self, seq: Any) -> Any:
+        self.work()
+        return self.first.fork(seq)
+
+    def free(self, seq: Any) -> None:
+        self.work()
+        self.first.free(seq)
+
+    def block_table(self, seq: Any) -> Any:
+        return self.first.block_table(seq)
+
+    def work(self) -> None:
+        if len(self.held) == 2:
+            self.second.free(self.held.pop(0))
+        self.held.append(self.second.allocate(1))
 
 
 def _try(method: Any, handle: Any) -> str:

@@ -157,6 +157,11 @@ _KNOWN: tuple[tuple[type[wrong.Allocator], str, str], ...] = (
         "every block of the table loses a reader.",
     ),
     (
+        wrong.SharedTables,
+        "one dict of tables for all allocators",
+        "a dict or list in the body of the class exists once. Make it in __init__, as self.tables.",
+    ),
+    (
         wrong.FreedTwice,
         "double free accepted",
         "freeing a sequence again must raise: whoever does it has lost track of what it holds.",

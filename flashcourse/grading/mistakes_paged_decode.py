@@ -117,6 +117,13 @@ def _half_accumulators() -> tuple[Answer, ...]:
     return tuple(_half_accumulator(low, tile) for low in (False, True) for tile in TILES)
 
 
+def _half_scores(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def rounded(s: torch.Tensor, head_dim: int) -> torch.Tensor:
+        return (s * head_dim**-0.5).to(q.dtype).float()
+
+    return _decode(q, *rest, attend=_attend(partial(tiled_forward, scaled=rounded), WHOLE))
+
+
 RIGHT: Answer = _decode
 _FROM_LAB_3 = (
     "the accumulator is not rescaled",
@@ -249,6 +256,12 @@ MISTAKES = (
         "the inputs were read as if they were contiguous. Pass stride() of every input to the "
         "kernel; K and V may have different ones.",
         _in_order,
+    ),
+    Mistake(
+        "scores rounded to float16",
+        "the product was stored in the inputs' dtype: near 900 the steps of float16 are 0.5, so a "
+        "weight is wrong by up to 28 %. Keep what tl.dot returns, in float32.",
+        _half_scores,
     ),
     Mistake(
         "float16 accumulator",

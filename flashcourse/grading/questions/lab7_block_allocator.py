@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from flashcourse.grading.block_judge import judge_script
-from flashcourse.grading.block_script import Ledger, Step, describe, run_script
+from flashcourse.grading.block_judge import judge_beside, judge_script
+from flashcourse.grading.block_script import Ledger, Step, describe, run_beside, run_script
 from flashcourse.grading.draw import integer
 from flashcourse.grading.mistakes_block_allocator import MISTAKES
 from flashcourse.grading.question import Case, Check, Question
@@ -108,6 +108,12 @@ def _stale(generator: torch.Generator) -> Iterator[Case]:
         yield _case(6, size, [*start, ("stale", method, A)])
 
 
+def _beside(generator: torch.Generator) -> Iterator[Case]:
+    size = integer(generator, 3, 5)
+    steps: list[Step] = [("allocate", A, size + 1), ("fork", A, B), ("append", A), ("append", B)]
+    yield _case(6, size, [*steps, *_appends(B, size), ("free", A), ("free", B)])
+
+
 def _random(generator: torch.Generator) -> Iterator[Case]:
     for num_blocks, block_size in ((7, 2), (16, 4), (24, integer(generator, 1, 9))):
         yield _case(num_blocks, block_size, _random_steps(generator, num_blocks, block_size))
@@ -156,6 +162,7 @@ QUESTION = Question(
         Check("a block is free when its last reader is", _frees, judge_script, run_script),
         Check("OutOfBlocks changes nothing", _out_of_blocks, judge_script, run_script),
         Check("a freed sequence is an error", _stale, judge_script, run_script),
+        Check("two allocators share nothing", _beside, judge_beside, run_beside),
         Check("hundreds of random steps", _random, judge_script, run_script),
     ),
     mistakes=MISTAKES,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from flashcourse.grading.draw import integer
-from flashcourse.grading.judge import call_for_number, judge_number
-from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
+from flashcourse.grading.judge import judge_number, plain_number
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+from flashcourse.grading.questions.lab2_naive_bytes import describe
 
 ARGUMENTS = ("layers", "heads_kv", "head_dim", "itemsize")
 
@@ -18,23 +20,41 @@ def reference(layers: int, heads_kv: int, head_dim: int, itemsize: int) -> int:
     return 2 * layers * heads_kv * head_dim * itemsize
 
 
-def _case(*values: int) -> Case:
-    return Case(", ".join(f"{n}={v}" for n, v in zip(ARGUMENTS, values, strict=True)), values)
+Shape = tuple[int, int, int, int]
+
+
+def _case(*models: Shape) -> Case:
+    """Models that are judged together: what an answer gives for one itemsize tells its mistakes
+    apart in another.
+    """
+    return Case("; ".join(describe(ARGUMENTS, model) for model in models), (list(models),))
 
 
 def _cases(generator: torch.Generator) -> Iterator[Case]:
-    for itemsize in (8, 2, 4, 1):  # 8 first: there no two mistakes give the same number
+    models: list[Shape] = []
+    for itemsize in (2, 4, 1, 8):
         layers, heads_kv = 2 * integer(generator, 5, 20) + 1, 2 * integer(generator, 2, 6) + 1
-        yield _case(layers, heads_kv, 2 * integer(generator, 20, 60) + 1, itemsize)
+        models.append((layers, heads_kv, 2 * integer(generator, 20, 60) + 1, itemsize))
+    yield _case(*models)
 
 
 def _one_head(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(integer(generator, 5, 40), 1, 2 * integer(generator, 20, 60) + 1, 8)
-    yield _case(1, integer(generator, 3, 9), 2 * integer(generator, 20, 60) + 1, 8)
+    yield _case(
+        (integer(generator, 5, 40), 1, 2 * integer(generator, 20, 60) + 1, 8),
+        (1, integer(generator, 3, 9), 2 * integer(generator, 20, 60) + 1, 2),
+    )
+
+
+def _call(answer: Answer, models: list[Shape]) -> list[Any]:
+    return [plain_number(answer(*model)) for model in models]
 
 
 def _judge(case: Case, observation: Observation) -> str | None:
-    return judge_number("the number of bytes", observation.output, reference(*case.args))
+    for model, actual in zip(case.args[0], observation.output, strict=True):
+        message = judge_number("the number of bytes", actual, reference(*model))
+        if message:
+            return f"{message}, for {describe(ARGUMENTS, model)}"
+    return None
 
 
 def _wrong(count: Callable[[int, int, int, int], float]) -> Callable[..., int]:
@@ -50,8 +70,8 @@ QUESTION = Question(
     id="lab7.kv_bytes_per_token",
     points=1,
     checks=(
-        Check("any shape of model, 1 to 8 bytes a number", _cases, _judge, call_for_number),
-        Check("one KV head, one layer", _one_head, _judge, call_for_number),
+        Check("any shape of model, 1 to 8 bytes a number", _cases, _judge, _call),
+        Check("one KV head, one layer", _one_head, _judge, _call),
     ),
     mistakes=(
         Mistake(
@@ -78,6 +98,17 @@ QUESTION = Question(
             "always 2 bytes a number",
             "float32 takes 4 bytes and int8 takes 1: itemsize says it.",
             _wrong(lambda layers, heads, dim, size: 2 * layers * heads * dim * 2),
+        ),
+        Mistake(
+            "always 4 bytes a number",
+            "float16 takes 2 bytes and int8 takes 1: itemsize says it.",
+            _wrong(lambda layers, heads, dim, size: 2 * layers * heads * dim * 4),
+        ),
+        Mistake(
+            "divided by 8",
+            "itemsize is in bytes, not in bits.",
+            _wrong(lambda layers, heads, dim, size: 2 * layers * heads * dim * size // 8),
+            (_wrong(lambda layers, heads, dim, size: 2 * layers * heads * dim * (size // 8)),),
         ),
         Mistake(
             "bits instead of bytes",
