@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -193,6 +193,12 @@ def _starting_at(start: float, *, guarded: bool = False) -> Answer:
     return _adapt(partial(tiled_forward, start=start, **options), 32, 32)
 
 
+def _any_of(name: str, explanation: str, answers: Iterable[Answer]) -> Mistake:
+    """One mistake with several tiles or numbers."""
+    first, *others = answers
+    return Mistake(name, explanation, first, tuple(others))
+
+
 _FROM_LAB_3 = (
     "the accumulator is not rescaled",
     "the sum is not rescaled",
@@ -228,19 +234,17 @@ MISTAKES = (
         "document d begins at cu_seqlens[d], which is its own first token.",
         partial(by_document, _attend(tiled_forward, 32, 32), offsets=_shifted),
     ),
-    Mistake(
+    _any_of(
         "only the first tile of each document",
         "the grid must have enough programs for the longest document: "
         "cdiv(max_seqlen, BLOCK) of them.",
-        partial(_cut, TILES[0]),
-        tuple(partial(_cut, limit) for limit in TILES[1:]),
+        (partial(_cut, limit) for limit in TILES),
     ),
-    Mistake(
+    _any_of(
         "a full last tile is dropped",
         "seq % BLOCK is 0 for a length that is a multiple of the tile, and nothing is left of the "
         "last tile. Compare the keys with the length itself.",
-        partial(by_document, partial(_tile_lost, TILES[0])),
-        tuple(partial(by_document, partial(_tile_lost, tile)) for tile in TILES[1:]),
+        (partial(by_document, partial(_tile_lost, tile)) for tile in TILES),
     ),
     Mistake(
         "m starts at 0",
@@ -249,31 +253,28 @@ MISTAKES = (
         _starting_at(0.0),
         (_starting_at(0.0, guarded=True),),
     ),
-    Mistake(
+    _any_of(
         "m starts at a number that scores can lie below",
         "where all scores of a row are far below it, every exp(s − m) underflows, and the row is "
         "0/0. The maximum of nothing is −inf.",
-        _starting_at(-50.0),
-        tuple(
+        (
             _starting_at(start, guarded=guarded)
             for start, guarded in itertools.product((-50.0, -1e3, -1e4), (False, True))
         ),
     ),
-    Mistake(
+    _any_of(
         "hidden scores filled with a finite number",
         "real scores can be lower, and then the hidden keys win. Fill with −inf.",
-        partial(by_document, partial(_filled, -1e4, TILES[0])),
-        tuple(
+        (
             partial(by_document, partial(_filled, fill, tile))
             for fill, tile in itertools.product((-1e4, -1e3, -100.0, 0.0), TILES)
         ),
     ),
-    Mistake(
+    _any_of(
         "float16 accumulator",
         "the running output was kept in float16, or in the inputs' dtype: it overflows above "
         "65,504 and loses digits at every tile. m, l and o live in float32.",
-        partial(_accumulator, TILES[0], None),
-        tuple(
+        (
             partial(_accumulator, tile, dtype)
             for dtype, tile in itertools.product((None, torch.float16), TILES)
         ),
