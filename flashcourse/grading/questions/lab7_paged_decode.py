@@ -182,7 +182,8 @@ def _last_pages(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _nan_slots(generator: torch.Generator) -> Iterator[Case]:
-    lengths = [integer(generator, 17, 30), integer(generator, 3, 14)]
+    """A sequence that fills its pages is beside the other: it tells what is read from what."""
+    lengths = [integer(generator, 17, 30), 16]
     yield _case(generator, lengths, unused=torch.nan, note="NaN in every unused slot")
     yield _case(generator, [7], page_size=3, unused=torch.inf, note="inf in every unused slot")
 
@@ -262,7 +263,7 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
     q[..., 0] = k_pages[..., 0] = (900 * q.shape[-1] ** 0.5) ** 0.5  # where float16 has steps of ½
     v_pages.sign_()
     yield case
-    lengths = [integer(generator, 115, 125)]
+    lengths = [integer(generator, 115, 125), 5]
     case = _case(generator, lengths, page_size=32, dtype=half, note="values near 600")
     case.args[0].zero_()
     case.args[2].add_(600)  # the sum of all values does not fit into float16
