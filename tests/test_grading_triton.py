@@ -101,7 +101,7 @@ def test_pytorch_s_attention_is_no_kernel_of_yours():
 
 
 def test_a_kernel_launched_for_show_does_not_hide_the_matrix():
-    from flashcourse.grading.questions.lab4_flash_forward import whole_matrix
+    from flashcourse.grading.mistakes_flash_forward import whole_matrix
 
     right = forward_mistakes().right_answer()
 

@@ -16,6 +16,7 @@ from flashcourse.grading.triton_work import (
     TILES,
     from_first_entry,
     on_cpu,
+    read_with,
     tiled_mistake,
 )
 
@@ -116,6 +117,20 @@ def _begins_late(i, j, seq_q, seq_k, block_q, block_k, is_causal):
     return i >= (first + block_q - 1) // block_q * block_q
 
 
+def _stops_a_key_early(i, j, seq_q, seq_k, block_q, block_k, is_causal):
+    if not is_causal:
+        return (i >= 0) & (j >= 0)
+    stop = (i // block_q * block_q + block_q - 1 + seq_k - seq_q).clamp(0, seq_k)
+    return j < (stop + block_k - 1) // block_k * block_k
+
+
+def _begins_a_query_late(i, j, seq_q, seq_k, block_q, block_k, is_causal):
+    if not is_causal:
+        return (i >= 0) & (j >= 0)
+    first = (j // block_k * block_k - (seq_k - seq_q) + 1).clamp(min=0)
+    return i >= first // block_q * block_q
+
+
 def _kept(name: str, explanation: str, **kept: Any) -> Mistake:
     return tiled_mistake(Mistake(name, explanation, partial(_dense, **kept)), _adapt)
 
@@ -175,15 +190,46 @@ def _half_sum(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return (old + new).half().float()
 
 
-def _half_accumulator(everywhere: bool, block: int) -> Answer:
-    """Sums in the dtype of the inputs, or in float16 ``everywhere``."""
+NAMES = ("dq", "dk", "dv")
+
+
+def _half_accumulator(which: str, everywhere: bool, block: int) -> Answer:
+    """Some sums in the dtype of the inputs, or in float16 ``everywhere``."""
 
     def answer(*args: torch.Tensor, is_causal: bool = False) -> Gradients:
-        low = everywhere or args[0].dtype == torch.float16
-        tiled = partial(tiled_backward, add_q=_half_sum, add_k=_half_sum) if low else tiled_backward
-        return _adapt(tiled, block, block)(*args, is_causal=is_causal)
+        right = RIGHT(*args, is_causal=is_causal)
+        if not everywhere and args[0].dtype != torch.float16:
+            return right
+        tiled = partial(tiled_backward, add_q=_half_sum, add_k=_half_sum)
+        half = _adapt(tiled, block, block)(*args, is_causal=is_causal)
+        chosen = (h if n in which else r for n, h, r in zip(NAMES, half, right, strict=True))
+        dq, dk, dv = chosen
+        return dq, dk, dv
 
     return answer
+
+
+def _half_delta(*args: torch.Tensor, is_causal: bool = False) -> Gradients:
+    """For float16 inputs, products and sum of delta in float16."""
+    tiled: Answer = tiled_backward
+    if args[0].dtype == torch.float16:
+        tiled = partial(
+            tiled_backward,
+            row_sum=lambda do, out: (do.half() * out.half()).sum(dim=-1, keepdim=True).float(),
+        )
+    return _adapt(tiled, 64, 64)(*args, is_causal=is_causal)
+
+
+def _strides_of_k(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor, is_causal: bool = False
+) -> Gradients:
+    dq, dk, dv = RIGHT(q, k, read_with(v, k.stride()), *rest, is_causal=is_causal)
+    return dq, dk, dv
+
+
+def _causal_by_default(*args: torch.Tensor, is_causal: bool = True) -> Gradients:
+    dq, dk, dv = RIGHT(*args, is_causal=is_causal)
+    return dq, dk, dv
 
 
 RIGHT = _adapt(partial(tiled_backward), 64, 64)
@@ -194,7 +240,10 @@ _LEFT_OUT = (
     "dk and dv overwritten by each block of queries",
 )
 _FIRST, *_OTHERS = (
-    _half_accumulator(everywhere, block) for everywhere in (False, True) for block in TILES
+    _half_accumulator(which, everywhere, block)
+    for which in ("dq dk dv", "dk dv", *NAMES)
+    for everywhere in (False, True)
+    for block in TILES
 )
 
 MISTAKES = (
@@ -226,6 +275,35 @@ MISTAKES = (
         "the causal loop over queries begins a tile late",
         "the first query that sees a key of the block may lie inside a tile: round down, not up.",
         kept_for_kv=_begins_late,
+    ),
+    _kept(
+        "the causal loop over keys stops a key early",
+        "the last query of the tile, first_query + BLOCK_Q - 1, sees keys up to and including "
+        "first_query + BLOCK_Q - 1 + seq_k - seq_q. range stops before its end: it must be one "
+        "more.",
+        kept_for_q=_stops_a_key_early,
+    ),
+    _kept(
+        "the causal loop over queries begins a query late",
+        "the first key of the tile is seen by query first_key - (seq_k - seq_q) already.",
+        kept_for_kv=_begins_a_query_late,
+    ),
+    Mistake(
+        "delta in float16",
+        "the products and the sum that make delta overflow above 65,504. Cast both factors to "
+        "float32 before they are multiplied.",
+        _half_delta,
+    ),
+    Mistake(
+        "v read with k's strides",
+        "v was read with the strides of k, which are the same only if both are stored alike. Pass "
+        "v.stride() too.",
+        _strides_of_k,
+    ),
+    Mistake(
+        "causal if nothing is said",
+        "the default of is_causal is False.",
+        _causal_by_default,
     ),
     Mistake(
         "float16 accumulator",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from flashcourse import runtime
+from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, score_tolerance
-from flashcourse.grading.question import Answer, Case, Mistake, Observation
+from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation
 
 UNTIMED = "FLASHCOURSE_UNTIMED"  # a variable: a notebook that `grade` runs measures no time
 EPS16 = torch.finfo(torch.float16).eps
@@ -25,6 +28,7 @@ DEPENDS = {
     "the last keys are dropped": "k",
     "the last queries are dropped": "q",
     "the causal loop stops a tile early": "qk",
+    "the causal loop stops a key early": "qk",
     "keys past the end take part": "k",
     "delta from one tile only": "k",
     "softmax of each tile instead of exp(s − lse)": "k",
@@ -33,6 +37,8 @@ DEPENDS = {
     "dk and dv overwritten by each block of queries": "qk",
     "the causal loop over keys stops a tile early": "qk",
     "the causal loop over queries begins a tile late": "qk",
+    "the causal loop over keys stops a key early": "qk",
+    "the causal loop over queries begins a query late": "qk",
 }
 # Products, exponentials and sums in PyTorch: what the kernels are for.
 PRODUCTS = (
@@ -114,13 +120,35 @@ def amid_nan(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def from_first_entry(tensor: torch.Tensor) -> torch.Tensor:
-    """What a kernel reads that takes a tensor for contiguous; 0 where memory ends."""
+def read_with(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """What a kernel reads that is given these strides for it; 0 where memory ends."""
     start = tensor.storage_offset()
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     memory = tensor.as_strided((size - start,), (1,), start)
-    missing = max(tensor.numel() - memory.numel(), 0)
-    return torch.nn.functional.pad(memory, (0, missing))[: tensor.numel()].view(tensor.shape)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
+    memory = torch.nn.functional.pad(memory, (0, max(last + 1 - memory.numel(), 0)))
+    return memory.as_strided(tensor.shape, stride).clone()
+
+
+def from_first_entry(tensor: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads that takes a tensor for contiguous; 0 where memory ends."""
+    dense = torch.empty(tensor.shape, device="meta").stride()
+    return read_with(tensor, dense)
+
+
+def new_tensors_check(cases: Callable[[torch.Generator], Iterable[Case]]) -> Check:
+    """``fresh_check``, whose second call changes the sign of the first argument alone.
+
+    With all signs changed the scores, and delta, would be the same as before.
+    """
+    return replace(fresh_check(cases), call=_call_again)
+
+
+def _call_again(answer: Answer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    result = answer(*args, **kwargs)
+    kept = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
+    answer(-args[0], *args[1:], **kwargs)
+    return kept, result
 
 
 # Whose work it was ------------------------------------------------------------------------------
@@ -137,6 +165,8 @@ def judge_own_kernel(
     """
     message = judge_operators(observation, forbidden)
     if message:
+        if "bmm" in observation.operators and "bmm" in forbidden:
+            message += " (einsum and @ run as bmm)"
         return f"{message}: PyTorch may allocate, reshape and copy; the numbers come from a kernel"
     own = [launch for launch in observation.launches if launch.own]
     if not own:

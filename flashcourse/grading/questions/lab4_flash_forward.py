@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +11,18 @@ import torch
 from flashcourse import runtime
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import judge_largest_tensor, judge_tensors, score_tolerance
-from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
-from flashcourse.grading.mistakes_tiled_forward import tiled_forward
-from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
+from flashcourse.grading.mistakes_flash_forward import MISTAKES, RIGHT
+from flashcourse.grading.question import Answer, Case, Check, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import (
     EPS16,
     amid_nan,
     as_half,
-    from_first_entry,
     half_tolerance,
     here,
     judge_own_kernel,
     needs_triton,
-    on_cpu,
-    tiled_mistake,
+    new_tensors_check,
     where_it_ran,
 )
 
@@ -61,6 +57,50 @@ def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
     return None
 
 
+def _judge_scores(case: Case, observation: Observation) -> str | None:
+    """Judge a case in which a large score is common to a row: its rounding cancels.
+
+    The first entry of every k is the same, so that a q (or k) that is scaled and rounded moves all
+    scores of a row alike. The terms of the other entries are what is rounded, and the float32 sum.
+    """
+    q, k, v = (t.detach().cpu() for t in case.args)
+    rest = lab3.largest_score(q[..., 1:].float(), k[..., 1:].float())
+    largest = v.abs().max().item()
+    size = lab3.largest_score(q.float(), k.float())
+    allowed = (
+        half_tolerance(rest, largest) + score_tolerance(size, largest),
+        score_tolerance(size, 1.0) + EPS16 / 2 * size,
+    )
+    expected = lab3.reference(q, k, v, case.kwargs["is_causal"])
+    return judge_tensors(NAMES, observation.output, expected, allowed, (q.dtype, torch.float32))
+
+
+def call_noting_strides(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    """The result, and the strides of what is not contiguous: `grade` sends tensors without them."""
+    output = answer(*args, **kwargs)
+    values = output if isinstance(output, (tuple, list)) else ()
+    strides = [
+        () if t.is_contiguous() else t.stride() for t in values if isinstance(t, torch.Tensor)
+    ]
+    return {"output": output, "strides": strides}
+
+
+def _judge_contiguous(case: Case, observation: Observation) -> str | None:
+    output = observation.output["output"]
+    message = judge(case, Observation(output=output))
+    if message:
+        return message
+    for name, tensor, strides in zip(NAMES, output, observation.output["strides"], strict=True):
+        if strides:
+            expected = torch.empty(tensor.shape, device="meta").stride()
+            return (
+                f"{name} has strides {tuple(strides)}, expected {expected}: the lab asks for new, "
+                "contiguous tensors, and empty_like copies the layout of its argument. Use "
+                "torch.empty(q.shape, ...)"
+            )
+    return None
+
+
 def judge_memory(case: Case, observation: Observation) -> str | None:
     """Judge that no tensor was much larger than an input."""
     q, k = case.args[:2]
@@ -74,8 +114,18 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
 
 
 def call_amid_nan(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """Call the answer with tensors that are the front of larger ones, full of NaN."""
-    return answer(*(amid_nan(t) if t.dim() == 4 else t for t in args), **kwargs)
+    """Call the answer with tensors that are the front of larger ones, full of NaN.
+
+    All heads share the memory of the first, so that a store with an input's strides stays inside
+    of a new tensor: it should give wrong numbers, not end the process.
+    """
+    return answer(*(_front(t) if t.dim() == 4 else t for t in args), **kwargs)
+
+
+def _front(tensor: torch.Tensor) -> torch.Tensor:
+    padded = amid_nan(tensor)
+    padded[:, 1:] = math.nan
+    return padded[:, :1].expand(tensor.shape)
 
 
 # The inputs (lab 5 draws from them too) ---------------------------------------------------------
@@ -105,10 +155,10 @@ def draw_case(
 
 
 def tile_cases(generator: torch.Generator) -> Iterator[Case]:
-    """More keys than two tiles of 128, and then as many queries."""
-    yield draw_case(generator, integer(generator, 5, 13), integer(generator, 275, 310))
-    yield draw_case(generator, integer(generator, 260, 280), integer(generator, 21, 29))
-    yield draw_case(generator, 33, 64, heads=(2, 2), batch=2)
+    """More keys than any tile holds, then many queries, then whole tiles of any size."""
+    yield draw_case(generator, integer(generator, 2, 5), integer(generator, 1030, 1100))
+    yield draw_case(generator, integer(generator, 530, 600), integer(generator, 21, 29))
+    yield draw_case(generator, 128, 256)
 
 
 def ragged_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -135,9 +185,9 @@ def scale_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def head_cases(generator: torch.Generator) -> Iterator[Case]:
-    """Three query heads to a KV head, and two; batch 2."""
-    yield draw_case(generator, integer(generator, 9, 14), 17, heads=(6, 2), batch=2)
-    yield draw_case(generator, integer(generator, 9, 14), 21, heads=(4, 2), batch=2)
+    """Two query heads to each of three KV heads, and three to one; batch 3."""
+    yield draw_case(generator, integer(generator, 9, 14), 17, heads=(6, 3))
+    yield draw_case(generator, integer(generator, 9, 14), 21, heads=(3, 1), batch=3)
 
 
 def causal_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -146,8 +196,10 @@ def causal_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def longer_key_cases(generator: torch.Generator) -> Iterator[Case]:
+    """With one key more, a tile of queries reaches a tile's first key, whatever their sides."""
     yield draw_case(generator, 19, integer(generator, 150, 170), is_causal=True)
     yield draw_case(generator, 1, integer(generator, 9, 21), is_causal=True)
+    yield draw_case(generator, 128, 129, is_causal=True)
 
 
 def empty_row_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -174,24 +226,45 @@ def head_dim_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def layout_cases(generator: torch.Generator) -> Iterator[Case]:
-    """Stored as a model stores them, in another order, and as a slice of a larger tensor."""
-    for order, stored in (
-        ((0, 2, 1, 3), "(batch, seq, heads, head_dim)"),
-        ((1, 3, 0, 2), "(heads, head_dim, batch, seq)"),
-    ):
-        case = draw_case(generator, 11, 23, heads=(4, 2), batch=2)
-        args = tuple(here(strided(t.cpu(), order)) for t in case.args)
-        yield Case(f"{case.description}, stored as {stored}", args, case.kwargs)
+    """Stored as a model stores them and in another order, v never like k; then parts of others."""
+    model, other = (0, 2, 1, 3), (1, 3, 0, 2)
+    for heads, layouts in (((4, 2), (model, model, other)), ((2, 2), (other, other, model))):
+        case = draw_case(generator, 11, 23, heads=heads, batch=2)
+        args = tuple(here(strided(t.cpu(), o)) for t, o in zip(case.args, layouts, strict=True))
+        note = f"q and k with the dimensions stored in order {layouts[0]}, v in {layouts[2]}"
+        yield Case(f"{case.description}, {note}", args, case.kwargs)
     case = draw_case(generator, 9, 9, heads=(2, 2))
+    rows = (here(normal(generator, 1, 10, 16)).unfold(1, 9, 1).mT for _ in range(3))
+    yield Case(f"{case.description}, heads that share rows", tuple(rows), case.kwargs)
     whole = here(normal(generator, 1, 2, 9, 3 * 16))
     yield Case(f"{case.description}, three slices of one tensor", whole.split(16, -1), case.kwargs)
 
 
 def tail_cases(generator: torch.Generator) -> Iterator[Case]:
-    yield draw_case(generator, 19, 37, note="NaN in memory behind every row", head_dim=24)
-    yield draw_case(
-        generator, 35, 21, note="NaN in memory behind every row", head_dim=16, is_causal=True
-    )
+    """All heads with the numbers of the first: see ``call_amid_nan``."""
+    for lengths, head_dim, is_causal in (((19, 37), 24, False), ((35, 21), 16, True)):
+        case = draw_case(
+            generator,
+            *lengths,
+            heads=(2, 2),
+            head_dim=head_dim,
+            is_causal=is_causal,
+            note="all heads alike, NaN in memory behind every row",
+        )
+        for t in case.args:
+            t[:, 1:] = t[:, :1]
+        yield case
+
+
+def default_cases(generator: torch.Generator) -> Iterator[Case]:
+    """No options at all: not causal."""
+    case = draw_case(generator, 5, 7)
+    shapes, _, _ = case.description.partition(", is_causal")
+    yield Case(f"{shapes}, no options", case.args)
+
+
+def small_cases(generator: torch.Generator) -> Iterator[Case]:
+    yield draw_case(generator, 5, 7, heads=(2, 1))
 
 
 def half_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -199,6 +272,14 @@ def half_cases(generator: torch.Generator) -> Iterator[Case]:
     case = draw_case(generator, 21, 43, heads=(4, 2), head_dim=40, scale=5, is_causal=True)
     yield as_half(case)
     yield as_half(large_sum_case(generator))
+
+
+def _large_score_cases(generator: torch.Generator) -> Iterator[Case]:
+    """Scores that differ by little, near 1,024: float16 has no digits for that there."""
+    case = draw_case(generator, 9, integer(generator, 7, 11), note="scores near 1,024")
+    q, k, _ = case.args
+    q[..., 0], k[..., 0] = 64, 64
+    yield as_half(case)
 
 
 def large_sum_case(generator: torch.Generator) -> Case:
@@ -223,144 +304,6 @@ def own_work_cases(generator: torch.Generator) -> Iterator[Case]:
     yield as_half(draw_case(generator, 1, 129))
 
 
-# The known mistakes -----------------------------------------------------------------------------
-
-
-def _adapt(answer: Answer, block_q: int, block_k: int) -> Answer:
-    """An answer of lab 3, which takes float32 on the CPU and tiles, as one of lab 4."""
-
-    def adapted(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        options: dict[str, Any] = {}
-        if q.dtype == torch.float16 and isinstance(answer, partial):
-            options["rounded"] = lambda p: p.half().float()
-        inputs = (on_cpu(t) for t in (q, k, v))
-        out, lse = answer(*inputs, is_causal, block_q, block_k, **options)
-        return out.to(q.device, q.dtype), lse.to(q.device)
-
-    return adapted
-
-
-def _own(name: str, explanation: str, **step: Any) -> Mistake:
-    return tiled_mistake(Mistake(name, explanation, partial(tiled_forward, **step)), _adapt)
-
-
-def _padded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool = False,
-    block_q: int = 64,
-    block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of 0 fill the last tile and are seen; a causal mask hides them."""
-    if not is_causal:
-        missing = -k.shape[2] % block_k
-        k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))
-    return tiled_forward(q, k, v, is_causal, block_q, block_k)
-
-
-def _in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> Any:
-    """Reads the memory of each input from its first entry on, whatever the strides say."""
-    return _RIGHT(*(from_first_entry(t) for t in (q, k, v)), is_causal)
-
-
-def _half_accumulator(everywhere: bool, block_q: int, block_k: int) -> Answer:
-    """Sums in the dtype of the inputs, or in float16 ``everywhere``."""
-
-    def answer(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        low = everywhere or q.dtype == torch.float16
-        tiled = partial(tiled_forward, accumulate=torch.float16 if low else torch.float32)
-        return _adapt(tiled, block_q, block_k)(q, k, v, is_causal)
-
-    return answer
-
-
-def _in_tf32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> Any:
-    return _RIGHT(*((t if t.dtype == torch.float16 else _tf32(t)) for t in (q, k, v)), is_causal)
-
-
-def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the 10 bits of fraction that TF32 keeps."""
-    return (x.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
-
-
-def whole_matrix(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right numbers from the textbook formula in PyTorch, with the matrix in memory."""
-    group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
-    s = q.float() @ keys.mT * q.shape[-1] ** -0.5
-    if is_causal:
-        i, j = (torch.arange(n, device=q.device) for n in (seq_q, seq_k))
-        s = s.masked_fill(j > i[:, None] + seq_k - seq_q, -math.inf)
-    lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    return (p @ values).to(q.dtype), lse
-
-
-_RIGHT = _adapt(partial(tiled_forward), 32, 32)
-_LEFT_OUT = ("no max subtraction", "float16 accumulator", "scores of whole rows in memory")
-_FIRST, *_OTHERS = (
-    _half_accumulator(everywhere, q, k)
-    for everywhere in (False, True)
-    for q, k in ((32, 16), (32, 32), (32, 64), (32, 128))
-)
-
-MISTAKES = (
-    *(tiled_mistake(m, _adapt) for m in TILED_MISTAKES if m.name not in _LEFT_OUT),
-    tiled_mistake(
-        Mistake(
-            "keys past the end take part",
-            "a masked load gives 0 for a key that does not exist, its score is 0, and exp(0 − m) "
-            "is no small weight. Where key >= seq_k the score must be −inf.",
-            _padded,
-        ),
-        _adapt,
-    ),
-    _own(
-        "no max subtraction",
-        "exp overflows above 88.7 in float32 and underflows far below.",
-        pivot=torch.zeros_like,
-        new_sum=lambda factor, l, p: l + p.sum(dim=-1, keepdim=True),
-        new_out=lambda factor, o, pv, l: o + pv,
-    ),
-    _own(
-        "scale from the padded head_dim",
-        "the tile is as wide as a power of two, the head is not: the scale is head_dim ** -0.5.",
-        scaled=lambda s, head_dim: s * max(16, 1 << (head_dim - 1).bit_length()) ** -0.5,
-    ),
-    Mistake(
-        "strides ignored",
-        "the inputs were read as if they were contiguous. Pass stride() of every input to the "
-        "kernel, for all four dimensions.",
-        _in_order,
-    ),
-    Mistake(
-        "float16 accumulator",
-        "the running output was kept in float16, or in the inputs' dtype: it overflows above "
-        "65,504 and loses digits at every tile. m, l and o live in float32.",
-        _FIRST,
-        tuple(_OTHERS),
-    ),
-    Mistake(
-        "products in TF32",
-        "tl.dot rounds float32 to 10 bits of fraction on most GPUs unless it is told otherwise: "
-        'input_precision="ieee".',
-        _in_tf32,
-    ),
-    Mistake(
-        "the matrix in memory",
-        "the numbers are right, but they come from PyTorch operators and from a matrix of scores "
-        "in memory. The kernel should hold one tile of it.",
-        whole_matrix,
-    ),
-)
-
 QUESTION = Question(
     id="lab4.flash_forward",
     points=12,
@@ -374,14 +317,17 @@ QUESTION = Question(
         Check("a query that sees no key gives 0 and −inf", empty_row_cases, _judge_empty_rows),
         Check("hidden keys stay hidden below any score", low_score_cases, judge),
         Check("head_dim 16 to 128, powers of two or not", head_dim_cases, judge),
-        Check("any strides", layout_cases, judge),
+        Check("not causal if nothing is said", default_cases, judge),
+        Check("any strides", layout_cases, _judge_contiguous, call_noting_strides),
         Check("nothing behind the end is used", tail_cases, judge, call_amid_nan),
         Check("float16, with sums in float32", half_cases, judge),
+        Check("float16 in, scores in float32", _large_score_cases, _judge_scores),
+        new_tensors_check(small_cases),
         Check("memory does not grow with the score matrix", long_cases, judge_memory, work=True),
         Check("your own kernel did the work", own_work_cases, _judge_own_work, work=True),
     ),
     mistakes=MISTAKES,
     needs=needs_triton,
-    right=_RIGHT,
+    right=RIGHT,
     remark=where_it_ran,
 )

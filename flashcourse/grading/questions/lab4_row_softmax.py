@@ -18,6 +18,7 @@ from flashcourse.grading.triton_work import (
     here,
     judge_own_kernel,
     needs_triton,
+    new_tensors_check,
     where_it_ran,
 )
 
@@ -28,10 +29,21 @@ FORBIDDEN = (*FORBIDDEN_WORK, "sum", "max", "amax", "aminmax", "div", "true_divi
 def _judge(case: Case, observation: Observation) -> str | None:
     x = case.args[0]
     expected = torch.softmax(x.detach().cpu().double(), dim=-1)
+    return judge_tensor("p", observation.output, expected, _allowed(x, expected), x.dtype)
+
+
+def _allowed(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The error of each probability that any right answer may make.
+
+    It is relative to the probability: the exponent is off by the rounding of both scores, or of a
+    score and the row's lse, and the sum, in whatever order, by half an eps for each of its terms.
+    float16 adds the one rounding of the result. Absolutely, what is below the smallest may be lost.
+    """
     scores = x.abs()[torch.isfinite(x)].max().item()
-    # exp of a difference is off by the rounding of both scores; then the sum and the quotient.
-    allowed = 4 * EPS * (4 + scores) + (EPS16 if x.dtype == torch.float16 else 0.0)
-    return judge_tensor("p", observation.output, expected, allowed, x.dtype)
+    relative = 4 * EPS * (4 + scores) + EPS / 2 * x.shape[1]
+    if x.dtype == torch.float16:
+        return (relative * (1 + EPS16) + EPS16 / 2) * p + 2.0**-24
+    return relative * p + 1e-37
 
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
@@ -48,6 +60,8 @@ def _case(
 def _shapes(generator: torch.Generator) -> Iterator[Case]:
     for columns in (1, 2, 31, 128, 129, integer(generator, 300, 1000)):
         yield _case(generator, integer(generator, 3, 7), columns)
+    yield _case(generator, 2, integer(generator, 3000, 4095))
+    yield _case(generator, 2, 4096)
 
 
 def _far_rows(generator: torch.Generator) -> Iterator[Case]:
@@ -74,18 +88,33 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
+    """First rows that share memory: a store through x's strides then stays inside of a new tensor.
+
+    With the slice it would write behind the end and take the process with it.
+    """
+    windows = normal(generator, 41).unfold(0, 37, 1)
+    yield Case("x of shape (5, 37), overlapping windows of one sequence", (here(windows),))
     case = _case(generator, 5, 37, note="stored column by column")
     yield Case(case.description, (here(strided(case.args[0].cpu(), (1, 0))),))
-    case = _case(generator, 5, 37, note="NaN in memory behind every row")
+    case = _case(generator, 5, 37, note="a slice of a wider matrix")
     yield Case(case.description, (amid_nan(case.args[0]),))
 
 
 def _call_amid_nan(answer: Answer, x: torch.Tensor) -> Any:
-    return answer(amid_nan(x))
+    """One row for all, so that a wrong store stays inside here too; NaN behind it."""
+    return answer(amid_nan(x)[:1].expand(x.shape))
 
 
 def _tails(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(generator, 4, integer(generator, 33, 60), note="NaN in memory behind every row")
+    case = _case(
+        generator, 4, integer(generator, 33, 60), note="one row four times, NaN in memory behind it"
+    )
+    case.args[0][1:] = case.args[0][:1]
+    yield case
+
+
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    yield _case(generator, 3, 17)
 
 
 def _ours(generator: torch.Generator) -> Iterator[Case]:
@@ -145,6 +174,7 @@ QUESTION = Question(
         Check("float16 in and out, float32 between", _half, _judge),
         Check("any strides", _layouts, _judge),
         Check("nothing behind the end of a row is used", _tails, _judge, _call_amid_nan),
+        new_tensors_check(_small),
         Check("your own kernel did the work", _ours, _judge_own_work, work=True),
     ),
     mistakes=(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from flashcourse.grading.draw import strided
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
 from flashcourse.grading.mistakes_flash_backward import RIGHT, softmax_attention
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_backward as lab3
 from flashcourse.grading.questions import lab4_flash_forward as forward
 from flashcourse.grading.questions import lab5_flash_backward as backward
-from flashcourse.grading.triton_work import needs_triton, where_it_ran
+from flashcourse.grading.triton_work import here, needs_triton, where_it_ran
+from flashcourse.measure.allocations import AllocationWatch
 
 NAMES = ("out", *lab3.NAMES)
 LENGTHS = (64, 320)  # with these what is kept for the backward is counted
@@ -53,20 +56,54 @@ def _call_twice(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> tuple[tor
     return out, *torch.autograd.grad(out, leaves, args[3])
 
 
+class _Held(AllocationWatch):
+    """Knows which storages are still held, of all that were allocated meanwhile."""
+
+    def held(self, expected: int) -> dict[int, int]:
+        """Their sizes; where more numbers than expected are held, cycles are freed first.
+
+        Triton's interpreter leaves some. They are young: to free all cycles takes much longer.
+        """
+        for generation in (0, 1, 2, None):
+            found = {key: n for key, (storage, n) in self._held.items() if not storage.expired()}
+            if generation is None or sum(found.values()) <= expected:
+                break
+            gc.collect(generation)
+        return found
+
+
 def _call_counting_kept(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-    """How many numbers autograd keeps for the backward, each storage once."""
+    """How many numbers are kept for the backward, each storage once, and how many for longer.
+
+    Kept is what autograd saves, and all else that was made in the forward and still exists, save
+    for out itself: attributes of ctx and global variables too.
+    """
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
-        return tensor
+        kept[storage._cdata] = storage.nbytes() // tensor.element_size()
+        return tensor.detach()  # itself, it would hold itself where it is an output
 
     leaves = [t.detach().requires_grad_() for t in args[:3]]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        _Held(leaves) as watch,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         out = answer(*leaves, **kwargs)
-    linked = isinstance(out, torch.Tensor) and out.grad_fn is not None
-    return {"kept": sum(kept.values()), "linked": linked, "out": out}
+    linked, result = False, out
+    others = watch.held(_needed(*leaves))
+    if isinstance(out, torch.Tensor):
+        linked, result = out.grad_fn is not None, out.detach().clone()
+        others.pop(out.untyped_storage()._cdata, None)
+    del out
+    count = sum((others | kept).values())
+    return {"kept": count, "left": sum(watch.held(0).values()), "linked": linked, "out": result}
+
+
+def _needed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """q, k, v, out and lse, and one more number a query."""
+    return 2 * q.numel() + k.numel() + v.numel() + 2 * q.shape[:3].numel()
 
 
 # What is right ------------------------------------------------------------------------------
@@ -75,7 +112,7 @@ def _call_counting_kept(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> d
 def _expected(case: Case) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
     """out, dq, dk and dv, and the errors allowed."""
     q, k, v, do = (t.detach().cpu() for t in case.args)
-    is_causal = case.kwargs["is_causal"]
+    is_causal = case.kwargs.get("is_causal", False)
     out, lse = forward.lab3.reference(q, k, v, is_causal)
     rest = (out.to(q.dtype), lse.float(), do)
     errors = backward.allowed_errors(q, k, v, *rest, is_causal=is_causal)
@@ -94,14 +131,19 @@ def _judge_kept(case: Case, observation: Observation) -> str | None:
     if not seen["linked"]:
         return "out has no grad_fn: autograd does not know how it was made"
     q, k, v, _ = case.args
-    needed = 2 * q.numel() + k.numel() + v.numel() + q.shape[:3].numel()
-    if seen["kept"] <= needed + q.shape[2]:
-        return None
-    return (
-        f"autograd keeps {seen['kept']:,} numbers for the backward; q, k, v, out and lse are "
-        f"{needed:,}. The whole score matrix has {q.shape[2]}×{k.shape[2]} = "
-        f"{q.shape[2] * k.shape[2]:,}"
-    )
+    needed = _needed(q, k, v)
+    if seen["kept"] > needed:
+        return (
+            f"{seen['kept']:,} numbers are kept for the backward; q, k, v, out and lse are "
+            f"{needed - q.shape[2]:,}. The whole score matrix has {q.shape[2]}×{k.shape[2]} = "
+            f"{q.shape[2] * k.shape[2]:,}"
+        )
+    if seen["left"] > q.shape[2]:
+        return (
+            f"{seen['left']:,} numbers are still held when out and its graph are gone: something "
+            "outside of ctx, such as a global list, keeps them"
+        )
+    return None
 
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
@@ -140,6 +182,20 @@ def _one(generator: torch.Generator) -> Iterator[Case]:
 
 def _empty(generator: torch.Generator) -> Iterator[Case]:
     yield forward.draw_case(generator, 39, 27, is_causal=True)
+
+
+def _defaults(generator: torch.Generator) -> Iterator[Case]:
+    *args, _, _, do = backward.with_gradient(generator, next(forward.default_cases(generator))).args
+    yield Case("q, k, v and no options", (*args, do))
+
+
+def _layouts(generator: torch.Generator) -> Iterator[Case]:
+    """Every tensor in a layout of its own."""
+    plain = forward.draw_case(generator, 9, 14, heads=(4, 2), batch=3, is_causal=True)
+    for case in _with_do(lambda _: iter([plain]))(generator):
+        orders = ((0, 2, 1, 3), (1, 3, 0, 2), (0, 1, 3, 2), (3, 0, 2, 1))
+        args = tuple(here(strided(t.cpu(), o)) for t, o in zip(case.args, orders, strict=True))
+        yield Case(f"{case.description}, q, k, v and do each stored otherwise", args, case.kwargs)
 
 
 def _half(generator: torch.Generator) -> Iterator[Case]:
@@ -208,6 +264,8 @@ QUESTION = Question(
         Check(
             "out.sum().backward(), as in training", _with_do(_one, sums=True), _judge, _call_summed
         ),
+        Check("q, k, v and do in any strides", _layouts, _judge, call_differentiated),
+        Check("not causal if nothing is said", _defaults, _judge, call_differentiated),
         Check("two calls do not disturb each other", _with_do(_one), _judge, _call_twice),
         Check("float16", _with_do(_half), _judge, call_differentiated),
         Check(
@@ -230,6 +288,11 @@ QUESTION = Question(
             "causal ignored in the backward",
             "the backward needs the forward's mask: keep is_causal in ctx.",
             mask_of_backward=lambda is_causal: False,
+        ),
+        Mistake(
+            "causal if nothing is said",
+            "the default of is_causal is False.",
+            lambda q, k, v, is_causal=True: _through_function(q, k, v, is_causal),
         ),
         _mistake(
             "the incoming gradient ignored",

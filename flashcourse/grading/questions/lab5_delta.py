@@ -17,6 +17,7 @@ from flashcourse.grading.triton_work import (
     here,
     judge_own_kernel,
     needs_triton,
+    new_tensors_check,
     where_it_ran,
 )
 
@@ -45,7 +46,7 @@ def _case(
 
 
 def _shapes(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(generator, 2, 3, integer(generator, 35, 70), 16)
+    yield _case(generator, 3, 3, integer(generator, 35, 64), 16)
     yield _case(generator, 1, 2, 1, 24)
     yield _case(generator, 1, 1, integer(generator, 130, 170), 111)
     yield _case(generator, 1, 2, 33, 128)
@@ -90,6 +91,10 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{case.description}, sums above 65,504", (out, do))
 
 
+def _small(generator: torch.Generator) -> Iterator[Case]:
+    yield _case(generator, 1, 2, 7, 16)
+
+
 def _ours(generator: torch.Generator) -> Iterator[Case]:
     out, do = _case(generator, 1, 2, 35, 40, dtype=torch.float16).args
     yield Case("float16, do stored by column", (out, here(strided(do.cpu(), (0, 1, 3, 2)))))
@@ -108,6 +113,7 @@ QUESTION = Question(
         Check("do with all strides 0", _expanded, _judge, _call_expanded),
         Check("nothing behind the end is used", _tails, _judge, _call_amid_nan),
         Check("float16 in, float32 between and out", _half, _judge),
+        new_tensors_check(_small),
         Check("your own kernel did the work", _ours, _judge_own_work, work=True),
     ),
     mistakes=(
@@ -121,6 +127,11 @@ QUESTION = Question(
             "products in float16",
             "out and do were multiplied and summed in float16. Cast both to float32 first.",
             lambda out, do: (out * do).sum(dim=-1).float(),
+        ),
+        Mistake(
+            "delta stored in the inputs' dtype",
+            "delta is float32 whatever the inputs are: torch.empty(..., dtype=torch.float32).",
+            lambda out, do: _right(out, do).to(out.dtype),
         ),
         Mistake(
             "mean instead of sum",

@@ -20,6 +20,7 @@ from flashcourse.grading.triton_work import (
     here,
     judge_own_kernel,
     needs_triton,
+    new_tensors_check,
     where_it_ran,
 )
 
@@ -49,7 +50,7 @@ def judge(case: Case, observation: Observation) -> str | None:
     """Judge dq, dk and dv by automatic differentiation in float64."""
     args = tuple(t.detach().cpu() for t in case.args)
     q, k, v, _, _, do = args
-    is_causal = case.kwargs["is_causal"]
+    is_causal = case.kwargs.get("is_causal", False)
     expected = lab3.reference(q, k, v, do, is_causal)
     allowed = allowed_errors(*args, is_causal=is_causal)
     return judge_tensors(lab3.NAMES, observation.output, expected, allowed, (q.dtype,) * 3)
@@ -65,7 +66,8 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
 def with_gradient(generator: torch.Generator, case: Case) -> Case:
     """The case of the forward with out, lse and do behind its inputs."""
     q, k, v = case.args
-    out, lse = lab3_forward.reference(q.cpu(), k.cpu(), v.cpu(), case.kwargs["is_causal"])
+    is_causal = case.kwargs.get("is_causal", False)
+    out, lse = lab3_forward.reference(q.cpu(), k.cpu(), v.cpu(), is_causal)
     do = normal(generator, *q.shape, dtype=q.dtype)
     rest = (here(out.to(q.dtype)), here(lse.float()), here(do))
     return Case(case.description, (q, k, v, *rest), case.kwargs)
@@ -92,15 +94,23 @@ def _large_causal(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _grouped(generator: torch.Generator) -> Iterator[Case]:
-    """Four query heads to a KV head, and three; causal too."""
-    yield forward.draw_case(generator, 9, 14, heads=(8, 2))
-    yield forward.draw_case(generator, 10, 10, heads=(6, 2), is_causal=True)
+    """Two query heads to each of three KV heads, and three to one; batch 3; causal too."""
+    yield forward.draw_case(generator, 9, 14, heads=(6, 3))
+    yield forward.draw_case(generator, 10, 10, heads=(3, 1), batch=3, is_causal=True)
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
     for case in _from(forward.layout_cases)(generator):
         *rest, do = case.args
         yield Case(case.description, (*rest, here(strided(do.cpu(), (3, 0, 2, 1)))), case.kwargs)
+
+
+def _tails(generator: torch.Generator) -> Iterator[Case]:
+    """All heads share the memory of the first, that of do too."""
+    for case in _from(forward.tail_cases)(generator):
+        do = case.args[-1]
+        do[:, 1:] = do[:, :1]
+        yield case
 
 
 def _expanded(generator: torch.Generator) -> Iterator[Case]:
@@ -125,14 +135,33 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _half_sums(generator: torch.Generator) -> Iterator[Case]:
-    """Two keys share all weight: a row of dv sums 300 gradients and passes 65,504 on the way."""
-    case = as_half(forward.draw_case(generator, 300, 2, note="do near 1,200, then −600"))
-    case.args[0].zero_()
-    case = with_gradient(generator, case)
+    """Every sum passes 65,504 on the way and ends below: dk and dv first, then dq.
+
+    The scores are 0. In the first case two keys share all weight. In the second three queries
+    spread it over all keys, and the terms of delta, ±72,000 in turns, add up to 0; the gradients
+    of the scores are exact in float16.
+    """
+    case = forward.draw_case(generator, 300, 2, note="do near 1,200, then −600")
+    q, k, v = case.args
+    for t in case.args:
+        t.zero_()
+    q[..., 0], v[:, :, 0], v[:, :, 1] = 0.25, 1, -1
+    case = with_gradient(generator, as_half(case))
     *rest, do = case.args
     level = torch.where(torch.arange(do.shape[2], device=do.device) < 128, 1200.0, -600.0)
     do = (do.float() + level[:, None]).half()
     yield Case(case.description, (*rest, do), case.kwargs)
+    case = forward.draw_case(generator, 3, 256, note="k 32, v 59 or 61, do ±1,200")
+    for t in case.args:
+        t.zero_()
+    q, k, v = case.args
+    k[..., 0] = 32
+    sign = torch.ones_like(v[..., :1, :])
+    sign[..., 1::2] = -1
+    v[:, :, :128], v[:, :, 128:] = 60 + sign, 60 - sign
+    *rest, do = with_gradient(generator, as_half(case)).args
+    do = (1200 * sign).expand(do.shape).to(do.dtype).contiguous()
+    yield Case(f"{case.description}, float16", (*rest, do), case.kwargs)
 
 
 def _ours(generator: torch.Generator) -> Iterator[Case]:
@@ -152,16 +181,18 @@ QUESTION = Question(
         Check("a query that sees no key has gradient 0", _from(forward.empty_row_cases), judge),
         Check("hidden scores of any size stay hidden", _from(_large_causal), judge),
         Check("head_dim 16 to 128, powers of two or not", _from(forward.head_dim_cases), judge),
+        Check("not causal if nothing is said", _from(forward.default_cases), judge),
         Check("any strides", _layouts, judge),
         Check("do with all strides 0", _expanded, judge, _call_expanded),
         Check(
             "nothing behind the end is used",
-            _from(forward.tail_cases),
+            _tails,
             judge,
             forward.call_amid_nan,
         ),
         Check("float16", _from(_half), judge),
         Check("float16, with sums in float32", _half_sums, judge),
+        new_tensors_check(_from(forward.small_cases)),
         Check(
             "memory does not grow with the score matrix",
             _from(forward.long_cases),

@@ -1,0 +1,218 @@
+"""Lab 5: wrong kernels and functions that look right. Each is the solution, changed in a place."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+import torch
+from solution_answers import SOLUTIONS, changed_answer
+from test_grading_kernels_forward import rejected
+
+from flashcourse.grading import find_question, mark
+
+pytestmark = pytest.mark.needs_triton
+
+STOP = "tl.maximum(first_query + BLOCK_Q + seq_k - seq_q, 0)"
+BEGIN = "tl.maximum(first_key - (seq_k - seq_q), 0)"
+DK = 'dk_j = tl.dot(dst.to(q_i.dtype), q_i, dk_j, input_precision="ieee")'
+DQ = 'dq_i = tl.dot(ds.to(k_j.dtype), k_j, dq_i, input_precision="ieee")'
+DELTA = "delta = (do.float() * out.float()).sum(-1)"
+SIZES = '"BLOCK_Q": block if q.is_cuda else 64, "BLOCK_K": block if q.is_cuda else 64,'
+DEFAULT = "def flash_backward(q, k, v, out, lse, do, is_causal=False)"
+HALF = ".to(q.dtype.element_ty).to(tl.float32)"
+
+
+def tiles(block_q, block_k):
+    return (SIZES, f'"BLOCK_Q": {block_q}, "BLOCK_K": {block_k},')
+
+
+def cached(name):
+    """The gradient of this name is allocated once for all calls of a shape."""
+    new = "(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))\n"
+    line = (
+        f"    cache = globals().setdefault('CACHE', {{}}).setdefault((q.shape, k.shape), {name})\n"
+    )
+    return [(new, f"{new}{line}    {name} = cache\n")]
+
+
+def changed_backward(folder, changes):
+    """The solution of flash_backward, changed, with the helper that its notebook gives."""
+    (path,) = SOLUTIONS.glob("lab5_*.ipynb")
+    source = next(
+        cell.source
+        for cell in nbformat.read(path, as_version=4).cells
+        if "def given_load(" in cell.source
+    )
+    given = source[: source.index("\n\n\n")]
+    label = "# lab: lab5-flash_backward\n"
+    changes = [(label, f"{label}{given}\n\n\n"), *changes]
+    return changed_answer(folder, "lab5.flash_backward", "flash_backward", changes)
+
+
+# What is wrong → (the changes, the name by which it is called or None).
+WRONG_BACKWARD = {
+    "v with k's strides": ([("*v.stride(), *do", "*k.stride(), *do")], "v read with k's strides"),
+    **{
+        f"keys stop one short, tiles {q} × {k}": (
+            [(STOP, STOP.replace("BLOCK_Q +", "BLOCK_Q - 1 +")), tiles(q, k)],
+            "the causal loop over keys stops a key early",
+        )
+        for q, k in ((64, 64), (16, 128))
+    },
+    **{
+        f"queries begin one late, tiles {q} × {k}": (
+            [(BEGIN, BEGIN.replace(", 0", " + 1, 0")), tiles(q, k)],
+            "the causal loop over queries begins a query late",
+        )
+        for q, k in ((64, 64), (128, 32))
+    },
+    "dk summed in float16": ([(DK, DK + HALF)], "float16 accumulator"),
+    "dq summed in float16": ([(DQ, DQ + HALF)], "float16 accumulator"),
+    "delta in float16": ([(DELTA, "delta = (do * out).sum(-1).float()")], "delta in float16"),
+    "no more than 512 queries": (
+        [("in range(begin, seq_q, BLOCK_Q)", "in range(begin, tl.minimum(seq_q, 512), BLOCK_Q)")],
+        None,
+    ),
+    "no more than 1,024 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 1024)\n")], None),
+    "KV head modulo 2": (
+        [("kv_head = (tl.program_id(0) // tiles % heads_kv)",
+          "kv_head = (tl.program_id(0) // tiles % heads_kv % 2)")],
+        None,
+    ),
+    "batch modulo 2": (
+        [("// tiles // heads).to(tl.int64)", "// tiles // heads % 2).to(tl.int64)")], None,
+    ),
+    "causal by default": (
+        [(DEFAULT, DEFAULT.replace("False", "True"))], "causal if nothing is said",
+    ),
+    "dq cached": (cached("dq"), None),
+    "dk cached": (cached("dk"), None),
+    "dv cached": (cached("dv"), None),
+    "dq stored with q's strides": (
+        [
+            ("(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))",
+             "(torch.empty_like(t) for t in (q, k, v))"),
+            ("dq + row[:, None] * HEAD_DIM + d[None, :]",
+             "dq + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qn"
+             " + d[None, :] * stride_qd"),
+            # The others by their strides too, or the layouts would not fit.
+            ("dk + at", "dk + batch * stride_kb + kv_head * stride_kh + keys[:, None] * stride_kn"
+             " + d[None, :] * stride_kd"),
+            ("dv + at", "dv + batch * stride_vb + kv_head * stride_vh + keys[:, None] * stride_vn"
+             " + d[None, :] * stride_vd"),
+        ],
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_BACKWARD)
+def test_wrong_backward_kernels_are_rejected(what, tmp_path):
+    changes, name = WRONG_BACKWARD[what]
+    answer = changed_backward(tmp_path, changes)
+    rejected("lab5.flash_backward", answer, name)
+
+
+def test_a_row_sum_by_einsum_is_told_where_bmm_comes_from(tmp_path):
+    einsum = 'delta = torch.einsum("bhnd,bhnd->bhn", do.float(), out.float())'
+    changes = [(DELTA, einsum)]
+    answer = changed_backward(tmp_path, changes)
+    verdict = rejected("lab5.flash_backward", answer)
+    assert "called bmm" in verdict.findings[0].message
+    assert "einsum and @ run as bmm" in verdict.findings[0].message
+
+
+# lab5.delta ---------------------------------------------------------------------------------------
+
+NEW_DELTA = "torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)"
+WRONG_DELTA = {
+    "stored in float16": (
+        [(NEW_DELTA, NEW_DELTA.replace("torch.float32", "out.dtype"))],
+        "delta stored in the inputs' dtype",
+    ),
+    "cached": (
+        [(f"    delta = {NEW_DELTA}", "    cache = globals().setdefault('CACHE', {})\n"
+          f"    delta = cache.setdefault(out.shape, {NEW_DELTA})")],
+        None,
+    ),
+    "batch modulo 2": ([("// heads).to(tl.int64)", "// heads % 2).to(tl.int64)")], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_DELTA)
+def test_a_wrong_delta_is_rejected(what, tmp_path):
+    changes, name = WRONG_DELTA[what]
+    answer = changed_answer(tmp_path, "lab5.delta", "delta", changes)
+    rejected("lab5.delta", answer, name)
+
+
+# lab5.attention -----------------------------------------------------------------------------------
+
+
+def dense(tensor):
+    """The memory of a tensor as if it were contiguous."""
+    return torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape).stride())
+
+
+def function(prepare=lambda q, k, v: (q, k, v), save=lambda ctx, *kept: None, sent=lambda do: do):
+    """An answer to lab5.attention over right kernels, with places to go wrong."""
+    from right_answers.lab5 import backward, forward
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal):
+            q, k, v = prepare(q, k, v)
+            out, lse = forward(q, k, v, is_causal)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.is_causal = is_causal
+            save(ctx, q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, do):
+            return *backward(*ctx.saved_tensors, sent(do), ctx.is_causal), None
+
+    return lambda q, k, v, is_causal=False: Function.apply(q, k, v, is_causal)
+
+
+def copies_in_ctx(ctx, q, *others):
+    ctx.extra = [q.float().clone() for _ in range(8)]
+
+
+KEPT = []
+WRONG_ATTENTION = {
+    "strides of the inputs ignored": {"prepare": lambda *inputs: map(dense, inputs)},
+    "strides of do ignored": {
+        "sent": lambda do: dense(do.contiguous() if 0 in do.stride() else do)
+    },
+    "copies in ctx": {"save": copies_in_ctx},
+    "kept in a list too": {"save": lambda ctx, *kept: KEPT.append(kept)},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ATTENTION)
+def test_a_wrong_function_is_rejected(what):
+    rejected("lab5.attention", function(**WRONG_ATTENTION[what]))
+    KEPT.clear()
+
+
+def test_a_function_causal_by_default_is_named():
+    right = function()
+    rejected(
+        "lab5.attention",
+        lambda q, k, v, is_causal=True: right(q, k, v, is_causal),
+        "causal if nothing is said",
+    )
+
+
+def test_contiguous_copies_may_be_kept():
+    answer = function(prepare=lambda *inputs: (t.contiguous().clone() for t in inputs))
+    assert mark(find_question("lab5.attention"), answer, seed=0).passed
+
+
+@pytest.mark.parametrize("sides", [(16, 128), (128, 16)])
+def test_the_solution_passes_with_other_tiles(sides, tmp_path):
+    verdict = mark(
+        find_question("lab5.flash_backward"), changed_backward(tmp_path, [tiles(*sides)]), seed=0
+    )
+    assert verdict.passed, str(verdict)

@@ -1,0 +1,178 @@
+"""Lab 4: wrong kernels that look right. Each is the solution with one place changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from solution_answers import changed_answer
+
+from flashcourse.grading import find_question, mark
+
+pytestmark = pytest.mark.needs_triton
+
+# One interpreted verdict takes seconds: FLASHCOURSE_SEEDS=5 looks at more than one seed.
+SEEDS = int(os.environ.get("FLASHCOURSE_SEEDS", "1"))
+
+STOP = "tl.maximum(first_query + BLOCK_Q + seq_k - seq_q, 0)"
+VISIBLE = "visible = keys[None, :] < seq_k\n"
+TILES = "block_q, block_k = 64, 64  # the"
+DEFAULT = "def flash_forward(q, k, v, is_causal=False)"
+CACHED = (
+    "    {name} = {make}\n",
+    "    cache = flash_forward.__dict__.setdefault('cache', {{}})\n"
+    "    if q.shape not in cache:\n        cache[q.shape] = {make}\n"
+    "    {name} = cache[q.shape]\n",
+)
+OUT = {"name": "out", "make": "torch.empty(q.shape, dtype=q.dtype, device=q.device)"}
+LSE = {"name": "lse", "make": "torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)"}
+
+
+def one_key_short(block_q, block_k):
+    return [
+        (STOP, STOP.replace("BLOCK_Q +", "BLOCK_Q - 1 +")),
+        (TILES, f"block_q, block_k = {block_q}, {block_k}  # the"),
+    ]
+
+
+# What is wrong → (the changes, the name by which it is called or None).
+WRONG_FORWARD = {
+    "v with k's strides": ([("*v.stride(),", "*k.stride(),")], "v read with k's strides"),
+    **{
+        f"one key short, tiles {block_q} × {block_k}": (
+            one_key_short(block_q, block_k),
+            "the causal loop stops a key early",
+        )
+        for block_q, block_k in ((64, 64), (16, 128), (128, 32))
+    },
+    "wrong for whole tiles of 128": (
+        [
+            (
+                VISIBLE,
+                "visible = (keys[None, :] - first_key < seq_k % BLOCK_K)"
+                " | (first_key + BLOCK_K < seq_k)\n",
+            ),
+            (TILES, "block_q, block_k = 64, 128  # the"),
+        ],
+        None,
+    ),
+    "scores in float16": (
+        [("        visible = keys[None", "        s = s.to(q_i.dtype).to(tl.float32)\n"
+          "        visible = keys[None")],
+        "scores in float16",
+    ),
+    "no more than 320 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 320)\n")], None),
+    "one tile of 512 keys": (
+        [("range(0, stop, BLOCK_K)", "range(0, 1)"), (TILES, "block_q, block_k = 64, 512  # the"),
+         ("first_key + tl.arange", "first_key * BLOCK_K + tl.arange")],
+        None,
+    ),
+    "batch modulo 2": (
+        [("// heads).to(tl.int64)\n    q", "// heads % 2).to(tl.int64)\n    q")], None,
+    ),
+    "no KV head above 1": ([("head // group", "tl.minimum(head // group, 1)")], None),
+    "MQA read as MHA": (
+        [("head // group", "tl.where(group == heads, head, head // group)")], None,
+    ),
+    "causal by default": (
+        [(DEFAULT, DEFAULT.replace("False", "True"))], "causal if nothing is said",
+    ),
+    "out in q's layout": (
+        [
+            (OUT["make"], "torch.empty_like(q)"),
+            ("(stride_qn, stride_qd)", "(stride_qn, stride_qd)"),
+            ("out + row_of_out[:, None] * HEAD_DIM + d,",
+             "out + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qn"
+             " + d * stride_qd,"),
+        ][::2],
+        None,
+    ),
+    "out cached": ([(CACHED[0].format(**OUT), CACHED[1].format(**OUT))], None),
+    "lse cached": ([(CACHED[0].format(**LSE), CACHED[1].format(**LSE))], None),
+}  # fmt: skip
+
+ROW_BLOCK = "block = triton.next_power_of_2(columns)"
+NEW = "    p = torch.empty(x.shape, dtype=x.dtype, device=x.device)\n"
+WRONG_SOFTMAX = {
+    "a block of 1,024": [
+        (ROW_BLOCK, "block = min(triton.next_power_of_2(columns), 1024)"),
+        ("torch.empty(x.shape", "torch.zeros(x.shape"),
+    ],
+    "a sum of 2,048 at the most": [("e / tl.sum(e, 0)", "e / tl.minimum(tl.sum(e, 0), 2048.0)")],
+    "wide rows are flat": [
+        ("    return p\n", "    return p if columns <= 1024 else torch.full_like(p, 1 / columns)\n")
+    ],
+    "exponentials in float16": [
+        ("e = tl.exp(s - tl.max(s, 0))", "e = tl.exp(s - tl.max(s, 0)).to(p.dtype.element_ty)")
+    ],
+    "p cached": [
+        (
+            NEW,
+            "    cache = row_softmax.__dict__.setdefault('cache', {})\n"
+            "    if x.shape not in cache:\n        cache[x.shape] = torch.empty(\n"
+            "            x.shape, dtype=x.dtype, device=x.device)\n"
+            "    p = cache[x.shape]\n",
+        )
+    ],
+    "stored with x's strides": [
+        ("torch.empty(x.shape, dtype=x.dtype, device=x.device)", "torch.empty_like(x)"),
+        ("p + row * columns + j", "p + row * stride_row + j * stride_column"),
+    ],
+}
+
+
+def named(verdict):
+    return {name for finding in verdict.findings for name, _ in finding.mistakes}
+
+
+def rejected(question_id, answer, name=None):
+    """The last verdict; where no name is expected none is looked for, which takes seconds."""
+    question = find_question(question_id)
+    if name is None:
+        question = dataclasses.replace(question, mistakes=())
+    for seed in range(SEEDS):
+        verdict = mark(question, answer, seed)
+        assert verdict.status == "failed", f"seed {seed}: accepted"
+        assert all(finding.message for finding in verdict.findings)
+        assert named(verdict) == ({name} if name else set()), str(verdict)
+    return verdict
+
+
+@pytest.mark.parametrize("what", WRONG_FORWARD)
+def test_a_wrong_forward_kernel_is_rejected(what, tmp_path):
+    changes, name = WRONG_FORWARD[what]
+    answer = changed_answer(tmp_path, "lab4.flash_forward", "flash_forward", changes)
+    rejected("lab4.flash_forward", answer, name)
+
+
+@pytest.mark.parametrize("what", WRONG_SOFTMAX)
+def test_a_wrong_softmax_is_rejected(what, tmp_path):
+    answer = changed_answer(tmp_path, "lab4.row_softmax", "row_softmax", WRONG_SOFTMAX[what])
+    rejected("lab4.row_softmax", answer)
+
+
+LOADED = "mask=row_exists, other=0.0)\n"
+RIGHT = {
+    "q scaled first, for base 2, and rounded": (
+        "lab4.flash_forward",
+        [
+            (LOADED, f"{LOADED}    q_i = (q_i.to(tl.float32) * scale_log2).to(q_i.dtype)\n"),
+            ('input_precision="ieee") * scale_log2', 'input_precision="ieee")'),
+        ],
+    ),
+    "tiles of 16": ("lab4.flash_forward", [(TILES, "block_q, block_k = 16, 16  # the")]),
+    # tl.max makes float32 of float16, and so all that follows is float32.
+    "no cast": ("lab4.row_softmax", [('float("-inf")).to(tl.float32)', 'float("-inf"))')]),
+    "a product with 1 / sum": (
+        "lab4.row_softmax", [("e / tl.sum(e, 0)", "e * (1.0 / tl.sum(e, 0))")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_a_right_kernel_written_otherwise_passes(what, tmp_path):
+    question, changes = RIGHT[what]
+    answer = changed_answer(tmp_path, question, question.split(".")[1], changes)
+    verdict = mark(find_question(question), answer, seed=0)
+    assert verdict.passed, str(verdict)
