@@ -93,7 +93,9 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
     With the slice it would write behind the end and take the process with it.
     """
     windows = normal(generator, 41).unfold(0, 37, 1)
-    yield Case("x of shape (5, 37), overlapping windows of one sequence", (here(windows),))
+    yield Case(
+        "x of shape (5, 37), strides (1, 1): overlapping windows of one sequence", (here(windows),)
+    )
     case = _case(generator, 5, 37, note="stored column by column")
     yield Case(case.description, (here(strided(case.args[0].cpu(), (1, 0))),))
     case = _case(generator, 5, 37, note="a slice of a wider matrix")
@@ -107,7 +109,10 @@ def _call_amid_nan(answer: Answer, x: torch.Tensor) -> Any:
 
 def _tails(generator: torch.Generator) -> Iterator[Case]:
     case = _case(
-        generator, 4, integer(generator, 33, 60), note="one row four times, NaN in memory behind it"
+        generator,
+        4,
+        integer(generator, 33, 60),
+        note="strides (0, 1): one row four times, NaN in memory behind it",
     )
     case.args[0][1:] = case.args[0][:1]
     yield case
