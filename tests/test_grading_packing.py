@@ -80,6 +80,7 @@ REJECTED = {
     "eight documents": [("cu_seqlens.numel() - 1)", "min(cu_seqlens.numel() - 1, 8))"), ZEROS],
     "256 keys a document": [(LOOPS_OVER, f"tl.minimum(256, {LOOPS_OVER})")],
     "512 keys a document": [(LOOPS_OVER, f"tl.minimum(512, {LOOPS_OVER})")],
+    "out written with q's strides": [("*out.stride()", "*q.stride()")],
     "a buffer for every shape": [
         ("def flash_varlen", "BUFFERS = {}\n\n\ndef flash_varlen"),
         ("torch.empty_like(q)", "BUFFERS.setdefault((q.shape, q.dtype), torch.empty_like(q))"),

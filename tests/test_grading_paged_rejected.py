@@ -18,6 +18,7 @@ LENGTH = "length = tl.load(cache_seqlens + batch)"
 KV_HEAD = "    k += kv_head * stride_kh"
 MASKED = "s = tl.where(keys[None, :] < length, s,"
 HIGHEST = "m_new = tl.maximum(m, tl.max(s, 1))"
+OUT_STRIDES = "out.stride(0), out.stride(1), out.stride(3)"
 GROUP = "BLOCK_G=max(16, triton.next_power_of_2(group))"
 
 
@@ -48,6 +49,10 @@ KERNELS = {
     "at most 99 pages": (
         "a new token over several pages",
         [(LENGTH, f"{LENGTH}\n    length = tl.minimum(length, 99 * PAGE_SIZE)")],
+    ),
+    "out written with q's strides": (
+        "any strides",
+        [(OUT_STRIDES, OUT_STRIDES.replace("out", "q"))],
     ),
     "groups of at most 32": ("query heads share", [(GROUP, "BLOCK_G=32")]),
     "groups of at most 64": ("query heads share", [(GROUP, "BLOCK_G=64")]),

@@ -169,7 +169,10 @@ def _low(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
-    """Each stored in another order of (total, heads, head_dim)."""
+    """Each stored in another order of (total, heads, head_dim); then a q whose heads share rows.
+
+    empty_like does not copy strides that overlap, and a store with those of q stays inside of out.
+    """
     for orders, heads in (
         (((1, 0, 2), (2, 1, 0), (0, 2, 1)), (2, 2)),
         (((2, 1, 0), (1, 0, 2), (1, 2, 0)), (4, 2)),
@@ -181,6 +184,10 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
             f"{name}.stride() {t.stride()}" for name, t in zip("qkv", args[:3], strict=True)
         )
         yield Case(f"{case.description}, {strides}", args)
+    case = _case(generator, [integer(generator, 5, 14), 4], heads=(2, 1))
+    q, *rest = case.args
+    q = here(normal(generator, len(q) + 1, 16)).unfold(0, 2, 1).mT
+    yield Case(f"{case.description}, heads of q that share rows", (q, *rest))
 
 
 def _half(generator: torch.Generator) -> Iterator[Case]:
