@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 import pytest
+import torch
 from solution_answers import changed_answer
 
 from flashcourse.grading import find_question, mark
@@ -176,3 +177,23 @@ def test_a_right_kernel_written_otherwise_passes(what, tmp_path):
     answer = changed_answer(tmp_path, question, question.split(".")[1], changes)
     verdict = mark(find_question(question), answer, seed=0)
     assert verdict.passed, str(verdict)
+
+
+def test_a_maximum_over_hidden_keys_is_seen():
+    """The largest score of a row is taken before the mask, which comes behind the exponential."""
+
+    def answer(q, k, v, is_causal=False):
+        group = q.shape[1] // k.shape[1]
+        keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
+        s = q.float() @ keys.mT * q.shape[-1] ** -0.5
+        m = s.amax(-1, keepdim=True)
+        p = torch.exp(s - m)
+        if is_causal:
+            p = p.tril(k.shape[2] - q.shape[2])
+        total = p.sum(-1, keepdim=True)
+        out = p @ values / torch.where(total == 0, 1.0, total)
+        return out.to(q.dtype), (m + total.log())[..., 0]
+
+    verdict = mark(find_question("lab4.flash_forward"), answer, seed=0)
+    assert "hidden keys stay hidden, whatever the scores" not in verdict.checks
+    assert "causal: no query sees a later key" in verdict.checks

@@ -218,6 +218,17 @@ def low_score_cases(generator: torch.Generator) -> Iterator[Case]:
     yield case
 
 
+def hidden_score_cases(generator: torch.Generator) -> Iterator[Case]:
+    """Hidden scores above visible ones of −16,000, and a hidden score of 150 among small ones."""
+    yield from low_score_cases(generator)
+    n = integer(generator, 20, 31)
+    case = draw_case(generator, n, n, is_causal=True, note="hidden scores of 150")
+    q, k, _ = case.args
+    first = q[..., :1, :]
+    k[..., -1:, :] = first * 150 * q.shape[-1] ** 0.5 / first.square().sum(-1, keepdim=True)
+    yield case
+
+
 def head_dim_cases(generator: torch.Generator) -> Iterator[Case]:
     """Two that are no power of two, and the largest."""
     first = integer(generator, 0, len(HEAD_DIMS) - 1)
@@ -315,7 +326,7 @@ QUESTION = Question(
         Check("causal: no query sees a later key", causal_cases, judge),
         Check("causal with more keys than queries", longer_key_cases, judge),
         Check("a query that sees no key gives 0 and −inf", empty_row_cases, _judge_empty_rows),
-        Check("hidden keys stay hidden below any score", low_score_cases, judge),
+        Check("hidden keys stay hidden, whatever the scores", hidden_score_cases, judge),
         Check("head_dim 16 to 128, powers of two or not", head_dim_cases, judge),
         Check("not causal if nothing is said", default_cases, judge),
         Check("any strides", layout_cases, _judge_contiguous, call_noting_strides),
