@@ -82,7 +82,28 @@ def first_document_seen_by_all(cu_seqlens):
     return mask
 
 
+def mask_by_bytes(cu_seqlens):
+    """Numbers of documents in uint8: document 256 is taken for document 0."""
+    numbers = torch.arange(len(cu_seqlens) - 1).to(torch.uint8)
+    document = torch.repeat_interleave(numbers, cu_seqlens.diff().long())
+    return (document[:, None] == document[None, :]).tril()
+
+
 PACKS = {
+    "0 taken for padding": (
+        pack_with(
+            labels=lambda right, _: right["labels"].masked_fill(right["input_ids"] == 0, -100)
+        ),
+        "is -100, expected 0",
+    ),
+    "ids through int16": (
+        pack_with(input_ids=lambda right, _: right["input_ids"].short().long()),
+        "input_ids[0, ",
+    ),
+    "ids through float16": (
+        pack_with(input_ids=lambda right, _: right["input_ids"].half().long()),
+        "input_ids[0, ",
+    ),
     "labels by token": (pack_with(labels=labels_by_token), "labels[0, "),
     "offsets by search": (pack_with(cu_seqlens=offsets_by_search), "cu_seqlens["),
     "written into the input": (pack_into_the_input, "your answer wrote to its inputs: argument"),
@@ -113,7 +134,7 @@ def test_a_wrong_pack_is_told_and_not_misnamed(name):
         assert named(verdict) == set()
 
 
-@pytest.mark.parametrize("answer", [first_document_seen_by_all, mask_in_a_buffer])
+@pytest.mark.parametrize("answer", [first_document_seen_by_all, mask_in_a_buffer, mask_by_bytes])
 def test_a_wrong_mask_is_rejected_and_not_misnamed(answer):
     for seed in SEEDS:
         verdict = mark(find_question("lab6.packed_mask"), answer, seed)

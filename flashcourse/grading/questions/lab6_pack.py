@@ -14,6 +14,7 @@ from flashcourse.grading.fresh import judge_fresh
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 
 IGNORED = -100
+MOST_ID = 60_000  # a vocabulary larger than int16 and float16 can count
 KEYS = ("input_ids", "position_ids", "labels", "cu_seqlens", "max_seqlen")
 Documents = list[list[int]]
 
@@ -94,28 +95,35 @@ def _case(generator: torch.Generator, lengths: list[int], note: str = "") -> Cas
     """Documents in which the tokens that begin one stand elsewhere too.
 
     Those of one token are all the same. So neither a token nor a document says where it stands.
+    The longest begins with an odd number that neither int16 nor float16 holds; a 0 in it is a
+    token like any other.
     """
-    documents = [[integer(generator, 3, 999) for _ in range(length)] for length in lengths]
-    single = integer(generator, 3, 999)
+    documents = [[integer(generator, 0, MOST_ID) for _ in range(length)] for length in lengths]
+    single = integer(generator, 0, MOST_ID)
+    longest = max(documents, key=len)
+    longest[0] = 2 * integer(generator, 20_000, MOST_ID // 2) - 1
     for document in documents:
         if len(document) == 1:
             document[0] = single
     for document in documents:
         if len(document) > 1:
             other = documents[integer(generator, 0, len(documents) - 1)]
-            document[integer(generator, 1, len(document) - 1)] = other[0]
+            place = integer(generator, 1, len(document) - 1)
+            document[place] = other[0]
+            if document is longest and len(document) > 2:
+                document[1 if place > 1 else 2] = 0
     described = f"documents of {', '.join(map(str, lengths))} tokens"
     return Case(described + (f", {note}" if note else ""), (documents,))
 
 
 def _several(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(generator, [integer(generator, 2, 9) for _ in range(4)])
+    yield _case(generator, [3, *(integer(generator, 2, 9) for _ in range(3))])
     yield _case(generator, [integer(generator, 3, 6), integer(generator, 7, 12)])
 
 
 def _single(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(generator, [integer(generator, 2, 9)])
-    yield _case(generator, [1, integer(generator, 2, 6), 1, 1], "some of one token")
+    yield _case(generator, [integer(generator, 3, 9)])
+    yield _case(generator, [1, integer(generator, 3, 6), 1, 1], "some of one token")
 
 
 def _with(**changes: Callable[[dict[str, Any], Documents], Any]) -> Callable[[Documents], Any]:

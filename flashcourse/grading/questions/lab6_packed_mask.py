@@ -50,7 +50,8 @@ def _judge(case: Case, observation: Observation) -> str | None:
 
 def _case(lengths: list[int], note: str = "") -> Case:
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    described = f"cu_seqlens {offsets.tolist()}"
+    shown = ", ".join(map(str, offsets[:12].tolist()))
+    described = f"cu_seqlens [{shown}{', …' if len(offsets) > 12 else ''}]"
     return Case(described + (f", {note}" if note else ""), (offsets,))
 
 
@@ -68,6 +69,12 @@ def _empty(generator: torch.Generator) -> Iterator[Case]:
     n = [integer(generator, 2, 5) for _ in range(3)]
     yield _case([0, n[0], 0, 0, n[1], n[2]], "empty documents")
     yield _case([n[2], n[0], n[1], 0], "an empty document at the end")
+
+
+def _many(generator: torch.Generator) -> Iterator[Case]:
+    """So many that their numbers do not fit into a byte."""
+    count = integer(generator, 290, 310)
+    yield _case([integer(generator, 1, 3) for _ in range(count)], f"{count} documents")
 
 
 def _call_twice(answer: Answer, cu_seqlens: torch.Tensor) -> tuple[Any, Any]:
@@ -135,6 +142,7 @@ QUESTION = Question(
         Check("each token sees its document's past and itself", _several, _judge),
         Check("one document, and documents of one token", _single, _judge),
         Check("empty documents change nothing", _empty, _judge),
+        Check("as many documents as there are", _many, _judge),
         Check("every call returns new tensors", _uneven, judge_fresh, _call_twice),
     ),
     mistakes=(
