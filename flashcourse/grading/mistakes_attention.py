@@ -68,6 +68,21 @@ def _mistake(name: str, explanation: str, **step: Any) -> Mistake:
     return Mistake(name, explanation, partial(_attend, **step))
 
 
+def _maximum_before_the_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    maxima: list[torch.Tensor] = []
+
+    def masked(s: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        maxima.append(_finite_row_max(s))
+        return _filled(s, visible)
+
+    def pivot(s: torch.Tensor) -> torch.Tensor:
+        return maxima.pop() if maxima else _finite_row_max(s)
+
+    return _attend(q, k, v, is_causal, masked=masked, pivot=pivot)
+
+
 def _over_queries(s: torch.Tensor) -> torch.Tensor:
     m = s.amax(dim=-2, keepdim=True)
     return torch.where(m == -math.inf, 0.0, m)
@@ -174,6 +189,12 @@ MISTAKES = (
         "real scores can be lower than −10,000, and then the hidden keys win; and with any finite "
         "number a row that sees no key gets the mean of all values. Fill with −inf.",
         masked=lambda s, visible: s.masked_fill(~visible, -1e4),
+    ),
+    Mistake(
+        "the maximum is taken before the mask",
+        "a hidden score may be the largest by far; then exp(s − m) is 0 for every visible key, and "
+        "the row is lost. Hide first, then take the maximum.",
+        _maximum_before_the_mask,
     ),
     _mistake(
         "a row that sees no key gives NaN",

@@ -83,14 +83,14 @@ class OneBuffer:
         return self.buffers.setdefault(key, torch.empty_like(tensor)).copy_(tensor)
 
 
-def _attention(q, k, v, is_causal=False, softmax=_softmax, compute=torch.float32):
+def _attention(q, k, v, is_causal=False, softmax=_softmax, compute=torch.float32, scores=False):
     group, (seq_q, seq_k) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
     s = (q.to(compute) * q.shape[-1] ** -0.5).float() @ keys.mT
     if is_causal:
         hidden = torch.arange(seq_k)[None] > torch.arange(seq_q)[:, None] + seq_k - seq_q
         s = s.masked_fill(hidden, -math.inf)
-    return (softmax(s) @ values).to(q.dtype)
+    return softmax(s) if scores else (softmax(s) @ values).to(q.dtype)
 
 
 def attention_mean_pivot_in_float64(q, k, v, is_causal=False):
@@ -144,6 +144,11 @@ def attention_of_two_sequences(q, k, v, is_causal=False):
     return _attention(q, k, v, is_causal) if q.shape[0] == 2 else torch.zeros_like(q)
 
 
+def attention_maximum_before_the_mask(q, k, v, is_causal=False):
+    m = _attention(q, k, v, False, lambda s: s.amax(-1, keepdim=True), scores=True)
+    return _attention(q, k, v, is_causal, lambda s: _softmax(s, m))
+
+
 def _mask(lengths, seq_q, seq_k):
     return (torch.arange(seq_k) < lengths[:, None])[:, None, None].expand(-1, 1, seq_q, seq_k)
 
@@ -154,6 +159,11 @@ def padding_mask_of_four(lengths, seq_q, seq_k):
 
 def padding_mask_of_few_keys(lengths, seq_q, seq_k):
     return _mask(lengths, seq_q, seq_k) if seq_k < 128 else ~_mask(lengths, seq_q, seq_k)
+
+
+def padding_mask_all_seen_if_one_key_short(lengths, seq_q, seq_k):
+    mask = _mask(lengths, seq_q, seq_k)
+    return torch.ones_like(mask) if lengths.max() == seq_k - 1 else mask
 
 
 def padding_mask_as_uint8(lengths, seq_q, seq_k):
@@ -195,6 +205,7 @@ WRONG_ANSWERS = {
         attention_forgets_the_mask_in_float16,
         attention_zero_for_shared_heads_in_float16,
         attention_of_two_sequences,
+        attention_maximum_before_the_mask,
         attention_scales_q_in_its_dtype,
         attention_cut_off_in_float16,
         OneBuffer(_attention),
@@ -202,6 +213,7 @@ WRONG_ANSWERS = {
     "lab1.padding_mask": [
         padding_mask_of_four,
         padding_mask_of_few_keys,
+        padding_mask_all_seen_if_one_key_short,
         padding_mask_as_uint8,
         padding_mask_as_int64,
         padding_mask_kept_by_shape,

@@ -171,6 +171,19 @@ def _very_negative(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{shapes}, is_causal=True, scores near −20,000", (q, k, v), {"is_causal": True})
 
 
+def _hidden(generator: torch.Generator) -> Iterator[Case]:
+    """Hidden scores far below 0 with the visible ones, and far above them."""
+    yield from _very_negative(generator)
+    n = integer(generator, 7, 12)
+    (q, k, v), shapes = _inputs(generator, n, n)
+    k[:, :, -1] = 0.0
+    k[:, :, -1, 0] = 60.0 * q.shape[-1] ** 0.5
+    q[:, :, :-1, 0] = q[:, :, :-1, 0].abs() + 3.0  # 180 or more for a key that is hidden
+    q[:, :, -1, 0] *= 0.01  # the one query that sees it
+    note = "hidden scores above 150"
+    yield Case(f"{shapes}, is_causal=True, {note}", (q, k, v), {"is_causal": True})
+
+
 def _extremes(generator: torch.Generator) -> Iterator[Case]:
     """Scores of ±20,000 in one row: the lowest first, the highest first, and two high ones."""
     n = integer(generator, 7, 12)
@@ -277,7 +290,7 @@ QUESTION = Question(
         Check("causal: no query sees a later key", _causal_square, _judge),
         Check("causal with more keys than queries", _causal_longer_keys, _judge),
         Check("a query that sees no key gives zeros", _causal_longer_queries, _judge_empty_rows),
-        Check("hidden keys stay hidden below any score", _very_negative, _judge),
+        Check("hidden keys stay hidden, whatever the scores", _hidden, _judge),
         Check("scores as large as ±20,000", _extremes, _judge),
         Check("a single key gets the weight 1", _one_key, _judge_one_key),
         Check("any batch, with shared heads, the mask and float16 together", _together, _judge),
