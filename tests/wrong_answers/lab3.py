@@ -83,6 +83,35 @@ def first_block_pivot_in_float64(blocks):
     return m.float(), torch.where(m == -INF, 0.0, l * back).float()
 
 
+def _parts_kept(blocks):
+    for s in blocks:
+        m = s.amax(1)
+        yield m, torch.exp(s - torch.where(m == -INF, 0.0, m)[:, None]).sum(1)
+
+
+def parts_kept(blocks):
+    return _joined(*zip(*list(_parts_kept(blocks)), strict=True))
+
+
+def parts_kept_in_numpy(blocks):
+    kept = [(m.numpy().copy(), l.numpy().copy()) for m, l in _parts_kept(blocks)]
+    ms, ls = zip(*[[torch.from_numpy(x) for x in part] for part in kept], strict=True)
+    return _joined(ms, ls)
+
+
+def _joined(ms, ls):
+    m = torch.stack(ms).amax(0)
+    return m, (torch.stack(ls) * torch.exp(torch.stack(ms) - torch.where(m == -INF, 0.0, m))).sum(0)
+
+
+def log_sums_kept(blocks):
+    m, lses = None, []
+    for top, l in _parts_kept(blocks):
+        m = top if m is None else torch.maximum(m, top)
+        lses.append(top + torch.log(l))
+    return m, torch.exp(torch.stack(lses) - torch.where(m == -INF, 0.0, m)).sum(0)
+
+
 def small_epsilon(blocks):
     return _online(blocks, 1e-5)
 
@@ -283,6 +312,10 @@ def _backward(
     return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
 
 
+def backward_clamps_lse(q, k, v, out, lse, do, is_causal=False, block_q=64, block_k=64):
+    return _backward(q, k, v, out, lse.clamp(min=-50), do, is_causal, block_q, block_k)
+
+
 def _by_autograd(q, k, v, do, is_causal):
     with torch.enable_grad():
         inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
@@ -323,6 +356,9 @@ WRONG_ANSWERS = {
         blocks_copied_to_lists,
         exponentials_kept,
         first_block_pivot_in_float64,
+        parts_kept,
+        parts_kept_in_numpy,
+        log_sums_kept,
         small_epsilon,
         _named("starts_at_minus_350", _online, start=-350.0),
         _named("starts_at_minus_500", _online, start=-500.0),
@@ -335,6 +371,7 @@ WRONG_ANSWERS = {
         merge_with_epsilon,
         merge_winner_takes_all,
         _named("merge_winner_takes_all_beyond_12", merge_winner_takes_all, beyond=12),
+        _named("merge_winner_takes_all_beyond_14", merge_winner_takes_all, beyond=14),
         OneBuffer(_merge),
         merge_no_max_in_float64,
         merge_pivot_of_a_in_float64,
@@ -357,6 +394,7 @@ WRONG_ANSWERS = {
     "lab3.tiled_backward": [
         backward_autograd_if_causal,
         backward_autograd_if_short,
+        backward_clamps_lse,
         _named("backward_row_by_row", _backward, rows=1),
         _named("backward_rows_by_the_dozen", _backward, rows=12),
         _named("backward_whole_mask", _backward, whole_mask=True),

@@ -106,12 +106,15 @@ def _levels(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _far_apart(generator: torch.Generator) -> Iterator[Case]:
-    """One lse far above the other: a small weight counts if what it weighs is large."""
+    """One lse far above the other: a small weight counts if what it weighs is large.
+
+    14 apart is as far as a weight can be told from the rounding of 1 − w, in float32.
+    """
     shape = _shape(generator)
     (out_a, lse_a), (out_b, lse_b) = (_part(generator, shape, 0.5) for _ in range(2))
-    lse_a, lse_b = lse_a * 0.1 + 6.6, lse_b * 0.1 - 6.6
-    yield Case(f"{_describe(shape)}, lse 13 apart", (out_a, lse_a, out_b * 1000, lse_b))
-    yield Case(f"{_describe(shape)}, lse 13 apart", (out_b * 1000, lse_b, out_a, lse_a))
+    lse_a, lse_b = lse_a * 0.1 + 7.1, lse_b * 0.1 - 7.1
+    yield Case(f"{_describe(shape)}, lse 14 apart", (out_a, lse_a, out_b * 1e6, lse_b))
+    yield Case(f"{_describe(shape)}, lse 14 apart", (out_b * 1e6, lse_b, out_a, lse_a))
     lse_a, lse_b = lse_a + 990, lse_b - 990
     yield Case(f"{_describe(shape)}, lse near 1,000 and −1,000", (out_a, lse_a, out_b, lse_b))
     yield Case(f"{_describe(shape)}, lse near −1,000 and 1,000", (out_b, lse_b, out_a, lse_a))

@@ -163,6 +163,7 @@ QUESTION = Question(
             "dq, dk and dv over tiles, ragged ends included", _from(forward.ragged_cases), _judge
         ),
         Check("scores × 1, × 5 and × 40", _from(forward.scale_cases), _judge),
+        Check("rows far above and below 0", _from(forward.level_cases), _judge),
         Check("gradients of a group of query heads add up", _from(_grouped), _judge),
         Check("causal: no gradient from a later key", _from(forward.causal_cases), _judge),
         Check("causal with more keys than queries", _from(forward.longer_key_cases), _judge),
