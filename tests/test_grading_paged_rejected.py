@@ -14,10 +14,14 @@ from flashcourse.grading import find_question, mark
 # The kernel -------------------------------------------------------------------------------------
 
 QUESTION = "lab7.paged_decode"
+INF = 'float("-inf")'
 LENGTH = "length = tl.load(cache_seqlens + batch)"
 KV_HEAD = "    k += kv_head * stride_kh"
 MASKED = "s = tl.where(keys[None, :] < length, s,"
 HIGHEST = "m_new = tl.maximum(m, tl.max(s, 1))"
+START = 'm = tl.full((BLOCK_G,), float("-inf"), tl.float32)'
+HIDDEN = 's = tl.where(keys[None, :] < length, s, float("-inf"))'
+OF_THE_TILE = 'tl.max(tl.max(tl.where(members[:, None] < group, s, float("-inf")), 1), 0)'
 OUT_STRIDES = "out.stride(0), out.stride(1), out.stride(3)"
 GROUP = "BLOCK_G=max(16, triton.next_power_of_2(group))"
 
@@ -53,6 +57,18 @@ KERNELS = {
     "out written with q's strides": (
         "any strides",
         [(OUT_STRIDES, OUT_STRIDES.replace("out", "q"))],
+    ),
+    **{
+        f"m starts at {start}": ("scores far below 0", [(START, START.replace(INF, start))])
+        for start in ("-400.0", "-1000.0", "-10000.0")
+    },
+    **{
+        f"hidden scores at {fill}": ("scores far below 0", [(HIDDEN, HIDDEN.replace(INF, fill))])
+        for fill in ("-400.0", "-10000.0")
+    },
+    "one maximum for all heads": (
+        "scores far below 0",
+        [(HIGHEST, HIGHEST.replace("tl.max(s, 1)", OF_THE_TILE))],
     ),
     "groups of at most 32": ("query heads share", [(GROUP, "BLOCK_G=32")]),
     "groups of at most 64": ("query heads share", [(GROUP, "BLOCK_G=64")]),
