@@ -56,6 +56,7 @@ CHANGES = {
     "v read with k's strides": [("*v.stride()", "*k.stride()")],
     "a full last tile is dropped": [(FULL_TILE, NOT_FULL)],
     "m starts at 0": [(START, "m = tl.zeros((BLOCK,), tl.float32)")],
+    "one maximum for the whole tile": [("tl.max(s, 1)", "tl.max(tl.max(s, 1), 0)")],
     "m starts at a number that scores can lie below": [(START, START.replace('"-inf"', "-50.0"))],
     "hidden scores filled with a finite number": [(HIDE, "s, -100.0)")],
     "float16 accumulator": [

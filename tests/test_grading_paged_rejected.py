@@ -102,6 +102,16 @@ def test_scores_rounded_to_float16_are_named(tmp_path):
 
 
 @pytest.mark.needs_triton
+@pytest.mark.parametrize("maximum", [OF_THE_TILE, "tl.max(tl.max(s, 1), 0)"])
+def test_one_maximum_for_all_heads_is_named(tmp_path, maximum):
+    changes = [(HIGHEST, HIGHEST.replace("tl.max(s, 1)", maximum))]
+    answer = changed_answer(tmp_path, QUESTION, "paged_decode", changes)
+    verdict = mark(find_question(QUESTION), answer, 1)
+    names = {n for f in verdict.findings for n, _ in f.mistakes}
+    assert names == {"one maximum for the whole tile"}
+
+
+@pytest.mark.needs_triton
 def test_a_query_scaled_in_float16_is_within_rounding(tmp_path):
     """FlashAttention's kernels do so; what the scores have in common cancels."""
     changes = [

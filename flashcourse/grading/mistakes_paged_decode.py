@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashcourse.grading.mistakes_flash_varlen import one_maximum
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
 from flashcourse.grading.mistakes_tiled_forward import tiled_forward
 from flashcourse.grading.question import Answer, Mistake
@@ -122,6 +123,19 @@ def _half_scores(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return (s * head_dim**-0.5).to(q.dtype).float()
 
     return _decode(q, *rest, attend=_attend(partial(tiled_forward, scaled=rounded), WHOLE))
+
+
+def _one_maximum(tile: int, padded: bool) -> Answer:
+    """The heads that share keys are the rows of a tile, and have one maximum."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_size: int) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        rows = max(16, 1 << (group - 1).bit_length())
+        q_i = q.view(1, k.shape[1], group, q.shape[3])
+        out = one_maximum(rows, tile or page_size, padded, False, q_i, k, v)
+        return out.nan_to_num(0.0).view(q.shape)
+
+    return partial(_decode, attend=attend)
 
 
 RIGHT: Answer = _decode
@@ -256,6 +270,13 @@ MISTAKES = (
         "the inputs were read as if they were contiguous. Pass stride() of every input to the "
         "kernel; K and V may have different ones.",
         _in_order,
+    ),
+    Mistake(
+        "one maximum for the whole tile",
+        "each head has a maximum of its own: tl.max(s, 1). Where another head's is far higher, "
+        "every exp(s − m) underflows; rows past the group, whose scores are 0, count as others.",
+        _one_maximum(TILES[0], True),
+        tuple(_one_maximum(t, p) for p in (False, True) for t in TILES),
     ),
     Mistake(
         "scores rounded to float16",
