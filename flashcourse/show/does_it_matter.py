@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from flashcourse.show.style import (
     BLACK,
@@ -20,6 +20,7 @@ from flashcourse.show.style import (
     SKY,
     VERMILION,
     new_figure,
+    plain_log_ticks,
 )
 
 COLOURS = (VERMILION, ORANGE, BLUE, GREEN, GREY, PURPLE)
@@ -120,10 +121,11 @@ def draw_phases(rows: Rows, value: str, ylabel: str, title: str) -> Figure:
         ax.set_yscale("log")
         ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        plain_log_ticks(ax)
         ax.set_title(phase, fontsize=10)
         ax.set_ylabel(ylabel)
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens")
     for ax in list(axes.flat)[len(phases) :]:
         ax.set_visible(False)
     figure.suptitle(title, fontsize=11)
@@ -150,7 +152,7 @@ def draw_shares(shares: Mapping[str, Mapping[str, Mapping[int, float]]], title: 
         ax.minorticks_off()
         xs = sorted({n for points in phases.values() for n in points})
         ax.set_xticks(xs, [f"{n:,}" for n in xs], rotation=30)
-        ax.set(title=way, ylim=(0, 100))
+        ax.set(title=way, xlabel="tokens", ylim=(0, 100))
     axes[0, 0].set_ylabel("share of attention, %")
     axes[0, 0].legend(loc="upper left", fontsize=8)
     figure.suptitle(title, fontsize=11)

@@ -20,9 +20,11 @@ from flashcourse.show.style import (
     SKY,
     VERMILION,
     new_figure,
+    plain_log_ticks,
 )
 
 LINES = (VERMILION, BLUE, GREEN, ORANGE, PURPLE)
+MARKERS = "os^Dv"
 GIB = 2.0**30
 
 
@@ -83,7 +85,9 @@ def draw_lines(
         if len(values) != len(xs):
             raise ValueError(f"{name}: {len(values)} values for {len(xs)} places")
         points = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
-        style: dict[str, Any] = {"linestyle": "--"} if name in dashed else {"marker": "o"}
+        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)]}
+        if name in dashed:
+            style = {"linestyle": "--"}
         ax.plot(
             [x for x, _ in points], [y for _, y in points], label=name,
             color=LINES[number % len(LINES)], **style,
@@ -93,6 +97,7 @@ def draw_lines(
     ax.minorticks_off()
     if log_y:
         ax.set_yscale("log")
+        plain_log_ticks(ax)
     else:
         ax.set_ylim(bottom=0)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
@@ -128,7 +133,10 @@ def draw_memory(
     top = max(1.15 * max(capacities.values()) / GIB, 1.1 * (weights + here))
     for gpu, size in capacities.items():
         ax.axhline(size / GIB, color="black", lw=0.8, ls=":")
-        ax.text(contexts[0], size / GIB, f" {gpu}, {size / GIB:.0f} GiB", va="bottom", fontsize=8)
+        ax.text(
+            contexts[0], size / GIB, f" {gpu}, {size / GIB:.0f} GiB", va="bottom", fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+        )  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_xticks(contexts, [f"{n // 1024}k" if n >= 1024 else str(n) for n in contexts])
     ax.minorticks_off()
@@ -138,7 +146,7 @@ def draw_memory(
         title=f"{name}, {batch} × {context:,} tokens: cache {here:,.2f} GiB, "
         f"weights {weights:,.2f} GiB",
     )  # fmt: skip
-    ax.legend(loc="upper center")
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2)
     return figure
 
 

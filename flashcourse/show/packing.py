@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from flashcourse.show.style import BLUE, GREEN, GREY, LIGHT, ORANGE, SKY, VERMILION, new_figure
 
@@ -123,7 +124,7 @@ def draw_packed_mask(lengths: Sequence[int], tile: int) -> Figure:
                 visited[rows, columns] = 1
                 count += 1
         begin += length
-    figure, axes = new_figure(4.6, 4.2)
+    figure, axes = new_figure(6.4, 4.2)
     axes.imshow(visited + visible, cmap=ListedColormap(["white", SKY, BLUE]), vmin=0, vmax=2)
     for edge in np.cumsum(lengths)[:-1]:
         axes.axhline(edge - 0.5, color=GREY, lw=0.8)
@@ -134,6 +135,14 @@ def draw_packed_mask(lengths: Sequence[int], tile: int) -> Figure:
         xlabel="key",
         ylabel="query",
     )
+    axes.legend(
+        handles=[
+            Patch(color=BLUE, label="visible"),
+            Patch(color=SKY, label="visited, hidden"),
+            Patch(facecolor="white", edgecolor=GREY, label="not visited"),
+        ],
+        loc="upper left", bbox_to_anchor=(1.02, 1),
+    )  # fmt: skip
     return figure
 
 
@@ -167,19 +176,20 @@ def draw_speeds(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, base
     for number, name in enumerate(names):
         label: str | None = name
         for row, (_, values) in enumerate(rows):
+            place = row + (number - (len(names) - 1) / 2) * height
             if name not in values or base not in values:
+                axes.text(0, place, " not measured", va="center", fontsize=8, color=GREY)
                 continue
             ratio = values[name] / values[base]
-            place = row + (number - (len(names) - 1) / 2) * height
             axes.barh(place, ratio, height=height * 0.9, color=LINES[number % len(LINES)],
                       label=label)  # fmt: skip
             label = None
             axes.text(ratio, place, f" {ratio:.2f}", va="center", fontsize=8)
     axes.axvline(1, color=GREY, lw=1)
     axes.set_yticks(range(len(rows)), [case for case, _ in rows])
-    axes.invert_yaxis()
-    axes.set(xlabel=f"{unit}, {base} = 1")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.margins(x=0.1)
+    axes.set(xlabel=f"{unit}, {base} = 1", ylim=(len(rows) - 0.5, -0.5))
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names), fontsize=8)
     return figure
 
 
@@ -194,10 +204,8 @@ def draw_scripts(tokens: Mapping[str, int], characters: Mapping[str, int]) -> Fi
     figure, axes = new_figure(7.0, 2.8)
     place = np.arange(len(names))
     axes.bar(place - 0.2, [tokens[n] for n in names], width=0.4, color=BLUE, label="tokens")
-    axes.bar(
-        place + 0.2, [characters[n] for n in names], width=0.4, color=LIGHT, label="characters"
-    )
+    axes.bar(place + 0.2, [characters[n] for n in names], width=0.4, color=GREY, label="characters")
     axes.set_xticks(place, names)
-    axes.set(title="one message; the tokenizer learnt on Python code")
+    axes.set(title="one message; the tokenizer learnt on Python code", ylabel="how many")
     axes.legend()
     return figure

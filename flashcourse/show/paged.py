@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, Rectangle
 
 from flashcourse.show.style import (
     BLUE,
@@ -49,6 +50,20 @@ def memory_column(regions: Sequence[Any], capacity: int) -> np.ndarray:
     return column
 
 
+def _name_the_colours(figure: Figure) -> None:
+    """A legend of what a slot can be."""
+    names: dict[str, Any] = {
+        "a request's tokens": tuple(Patch(color=color) for color in SHADES),
+        "reserved, empty": Patch(color=GREY),
+        "kept, nobody's": Patch(color=PALE),
+        "free": Patch(facecolor="white", edgecolor=GREY),
+    }
+    figure.legend(
+        list(names.values()), list(names), loc="outside lower center", ncols=4, frameon=False,
+        fontsize=9, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip
+
+
 def draw_memory_over_time(maps: Mapping[str, Sequence[np.ndarray]]) -> Figure:
     """Who had which slot, step by step, one panel a cache.
 
@@ -70,6 +85,7 @@ def draw_memory_over_time(maps: Mapping[str, Sequence[np.ndarray]]) -> Figure:
             f"{name}: {image.shape[1]} steps\n{empty:.0%} of the reserved holds nothing"
         )
     axes[0][0].set_ylabel("slot of the cache")
+    _name_the_colours(figure)
     return figure
 
 
@@ -84,13 +100,14 @@ def draw_memory_now(column: np.ndarray, width: int, title: str) -> Figure:
     rows = -(-len(column) // width)
     image = np.full(rows * width, FREE)
     image[: len(column)] = column
-    figure, axes = new_figure(7.0, 0.7 + 0.16 * rows)
+    figure, axes = new_figure(7.0, 1.0 + 0.16 * rows)
     axes.pcolormesh(
         image.reshape(rows, width), cmap=COLORS, vmin=0, vmax=FIRST + len(SHADES) - 1,
         edgecolors="white", linewidth=0.4,
     )  # fmt: skip
     axes.invert_yaxis()
     axes.set(title=title, xlabel="slot", yticks=[])
+    _name_the_colours(figure)
     return figure
 
 
@@ -132,11 +149,12 @@ def draw_block_table(table: Sequence[int], length: int, page_size: int, num_page
         ):  # fmt: skip
             axes.add_patch(Rectangle((left, y), width, 0.6, fc=LIGHT, ec="white"))
             axes.add_patch(Rectangle((left, y), width * used, 0.6, fc=color, ec="white"))
-            axes.text(left + width / 2, y + 0.3, text, ha="center", va="center", fontsize=7)
+            axes.text(left + 0.06, y + 0.3, text, ha="left", va="center", fontsize=8,
+                      color="white" if color == BLUE else "black")  # fmt: skip
         axes.plot([number * scale + scale / 2, page + 0.5], [1.6, 0.6], color=color, lw=1.5)
     for page in set(range(num_pages)) - set(table):
         axes.add_patch(Rectangle((page, 0), 1, 0.6, fc="white", ec=LIGHT))
-        axes.text(page + 0.5, 0.3, f"{page}", ha="center", va="center", fontsize=7, color=GREY)
+        axes.text(page + 0.5, 0.3, f"{page}", ha="center", va="center", fontsize=8, color=GREY)
     axes.set(xlim=(-0.1, num_pages + 0.1), ylim=(-0.1, 2.3))
     axes.set_axis_off()
     axes.set_title(f"block table: {list(table)}")
@@ -157,8 +175,10 @@ def draw_page_waste(sizes: Sequence[int], shares: Mapping[str, Sequence[float]])
         axes.plot(sizes, np.asarray(values) * 100, marker="o", color=color, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(sizes), [str(size) for size in sizes])
-    axes.axhline(4, color=GREY, lw=1, ls=":")
-    axes.text(sizes[0], 4.4, "4 %", color=GREY, fontsize=8)
+    axes.axhline(3.7, color=GREY, lw=1, ls=":")
+    axes.text(
+        sizes[0], 4.1, "3.7 % of the memory: Kwon et al. (2023), figure 2", color=GREY, fontsize=8
+    )
     axes.set(xlabel="slots a page", ylabel="wasted, % of the reserved", ylim=(0, None))
     axes.legend()
     return figure

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from flashcourse.show.style import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, new_figure
 
 KERNEL_COLOURS = (VERMILION, BLUE, GREEN, ORANGE)
+MARKERS = "os^D"
 
 
 def draw_roofline(
@@ -36,11 +37,12 @@ def draw_roofline(
     ax.loglog(xs, [bandwidth * low / 1e12, peak_flops / 1e12, peak_flops / 1e12], color=BLACK)
     ax.axvline(ridge, color=GREY, linestyle=":", linewidth=1)
     ax.text(ridge, bandwidth * low / 1e12, f" ridge: {ridge:.0f} FLOP/byte", color=GREY)
-    for (name, intensity), colour in zip(kernels.items(), KERNEL_COLOURS, strict=False):
+    looks = zip(KERNEL_COLOURS, MARKERS, strict=True)
+    for (name, intensity), (colour, marker) in zip(kernels.items(), looks, strict=False):
         reach = min(peak_flops, intensity * bandwidth)
-        ax.plot([intensity], [reach / 1e12], "o", color=colour, markersize=8, clip_on=False)
+        ax.plot([intensity], [reach / 1e12], marker, color=colour, markersize=8, clip_on=False)
         label = f"{name}: at most {reach / 1e12:.3g} TFLOP/s ({reach / peak_flops:.0%} of the peak)"
-        ax.plot([], [], "o", color=colour, label=label)
+        ax.plot([], [], marker, color=colour, label=label)
     ax.set_xlabel("arithmetic intensity, FLOPs per byte of HBM traffic")
     ax.set_ylabel("TFLOP/s")
     ax.set_title(title)

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Okabe and Ito (2008), "Color Universal Design".
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -37,3 +38,20 @@ def new_figure(
     with rc_context(_RC):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.subplots(rows, columns, **subplots)
+
+
+def plain_log_ticks(ax: Any) -> None:
+    """Label a logarithmic y axis with plain numbers, and more of them where it is short.
+
+    Args:
+        ax: its data is drawn already; the labels depend on its limits.
+    """
+    low, high = ax.get_ylim()
+    plain = FuncFormatter(lambda y, _: f"{y:g}")
+    ax.yaxis.set_major_formatter(plain)
+    if high / low > 30:
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        return
+    marks = (2, 5) if high / low > 6 else (2, 3, 4, 5, 6, 8)
+    ax.yaxis.set_minor_locator(LogLocator(subs=marks))
+    ax.yaxis.set_minor_formatter(plain)
