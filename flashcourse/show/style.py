@@ -49,7 +49,7 @@ def plain_log_ticks(ax: Any) -> None:
     low, high = ax.get_ylim()
     plain = FuncFormatter(lambda y, _: f"{y:g}")
     ax.yaxis.set_major_formatter(plain)
-    if high / low > 30:
+    if high / low > 300:
         ax.yaxis.set_minor_formatter(NullFormatter())
         return
     marks = (2, 5) if high / low > 6 else (2, 3, 4, 5, 6, 8)
