@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashcourse.attention import ahead
-from flashcourse.attention.tuning import CHIPS, KERNELS, Tiles, table_entry
+from flashcourse.attention.tuning import CHIPS, KERNELS, SHORT_TABLES, Tiles, table_entry
 
 pytestmark = pytest.mark.needs_triton
 
@@ -95,11 +95,13 @@ def test_jobs_cover_the_table() -> None:
     for job in jobs:
         itemsize = ahead.ITEMSIZE[job.dtype]
         assert job.tiles in [
-            table_entry(job.chip, job.kernel, job.head_dim, itemsize, gluon)
-            for gluon in (False, True)
+            table_entry(job.chip, job.kernel, job.head_dim, itemsize, gluon, keys)
+            for gluon, keys in ((False, None), (True, None), (False, 0))
         ]
     for kernel in KERNELS:
         assert [j for j in jobs if j.kernel == kernel and j.chip == "sm_90" and j.tiles.gluon]
+    for head_dim, (_, tiles) in SHORT_TABLES["hopper"][2]["forward"].items():
+        assert [j for j in jobs if j.head_dim == head_dim and j.tiles == tiles]
 
 
 SCHEDULE = """
@@ -109,9 +111,10 @@ from triton import knobs
 from flashcourse.attention import ahead
 from flashcourse.attention.tuning import table_entry
 found = {}
-for kernel in ("forward", "backward_q", "backward_kv"):
+kernels = ("forward", False), ("backward_q", False), ("backward_kv", False), ("backward_kv", True)
+for kernel, grouped in kernels:
     tiles = table_entry("sm_90", kernel, 128, 2, True)
-    job = ahead.Job("sm_90", kernel, "float16", 128, tiles, has_right=False)
+    job = ahead.Job("sm_90", kernel, "float16", 128, tiles, has_right=False, grouped=grouped)
     compiled = ahead.compile_job(job)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
@@ -121,7 +124,8 @@ for kernel in ("forward", "backward_q", "backward_kv"):
     waits = text.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]
     overlapped = [part.split("WARPGROUP.DEPBAR")[0].count("MUFU.EX2") for part in waits]
     needs = ahead.needs_of(compiled, "sm_90")
-    found[kernel] = [tiles.gluon, max(overlapped), needs.shared_bytes]
+    name = kernel + ", grouped" * grouped
+    found[name] = [tiles.gluon, max(overlapped, default=0), needs.shared_bytes]
 print(json.dumps(found))
 """
 
@@ -133,4 +137,6 @@ def test_for_hopper_the_exponentials_run_while_a_product_is_in_flight() -> None:
     for kernel, (gluon, overlapped, shared) in json.loads(done.stdout.splitlines()[-1]).items():
         assert gluon, kernel
         assert overlapped >= 32, f"{kernel}: {overlapped} exponentials between the two waits"
-        assert 2 * shared <= 227 * 1024, f"{kernel}: two programs share a multiprocessor"
+        # Two programs of a backward share a multiprocessor; one of the forward fills it.
+        programs = 1 if kernel == "forward" else 2
+        assert programs * shared <= 227 * 1024, kernel

@@ -81,10 +81,10 @@ def table_jobs(
                 continue  # Turing has no bfloat16
             for kernel in KERNELS:
                 for head_dim in BUCKETS:
-                    # both, where there are a plain entry and one scheduled by hand
+                    # all, where there are others: one scheduled by hand, one for few keys
                     tiles = [
-                        table_entry(chip, kernel, head_dim, ITEMSIZE[dtype], gluon)
-                        for gluon in (False, True)
+                        table_entry(chip, kernel, head_dim, ITEMSIZE[dtype], gluon, keys)
+                        for gluon, keys in ((False, None), (True, None), (False, 0))
                     ]
                     for entry in dict.fromkeys(tiles):
                         yield Job(chip, kernel, dtype, head_dim, entry, has_left=True)
@@ -168,8 +168,8 @@ def _source(function: Any, job: Job) -> Any:
 
 
 def _grouped_kv(job: Job) -> bool:
-    """As the launch decides: a descriptor reads one head, and a group has several."""
-    return job.grouped and job.kernel == "backward_kv"
+    """As the launch decides: only Gluon's loop has a descriptor for each head of a group."""
+    return job.grouped and job.kernel == "backward_kv" and not job.tiles.gluon
 
 
 def _source_type(function: Any) -> Any:

@@ -94,7 +94,7 @@ def flash_backward_q_kernel(
     stride_ob, stride_oh, stride_on, stride_od,
     stride_dob, stride_doh, stride_don, stride_dod,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    heads, group, num_tiles, num_sequences, seq_q, seq_k,
+    heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -102,8 +102,9 @@ def flash_backward_q_kernel(
 ):  # fmt: skip
     """dQ of one tile of queries, and their delta, which the kernel for dK and dV reads."""
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
-        num_tiles, heads, cu_seqlens_q, cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN
-    )
+        tl.program_id(0), tl.num_programs(0), num_tiles, heads, section, cu_seqlens_q,
+        cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT,
+    )  # fmt: skip
     if first_query >= num_queries:
         return
     q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)
@@ -251,7 +252,7 @@ def flash_backward_kv_kernel(
     stride_dob, stride_doh, stride_don, stride_dod,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    heads_kv, group, num_tiles, num_sequences, seq_q, seq_k,
+    heads_kv, group, num_tiles, section, num_sequences, seq_q, seq_k,
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -259,8 +260,8 @@ def flash_backward_kv_kernel(
 ):  # fmt: skip
     """dK and dV of one tile of keys, summed over all query heads that read it."""
     first_key, head, batch, start_k, num_keys, start_q, num_queries = locate_tile(
-        num_tiles, heads_kv, cu_seqlens_k, cu_seqlens_q, num_sequences, seq_k, seq_q,
-        BLOCK_K, VARLEN,
+        tl.program_id(0), tl.num_programs(0), num_tiles, heads_kv, section, cu_seqlens_k,
+        cu_seqlens_q, num_sequences, seq_k, seq_q, BLOCK_K, VARLEN, False,
     )  # fmt: skip
     if first_key >= num_keys:
         return

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -23,6 +24,7 @@ from flashcourse.attention.flash_hopper_tiles import (
     STAGES,
     await_tile,
     block_barrier,
+    copy_tile,
     drop_barriers,
     fetch,
     head_base,
@@ -86,7 +88,7 @@ def flash_backward_q_hopper_kernel(
     stride_ob, stride_oh, stride_on, stride_od,
     stride_dob, stride_doh, stride_don, stride_dod,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    heads, group, num_tiles, num_sequences, seq_q, seq_k,
+    heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -94,8 +96,9 @@ def flash_backward_q_hopper_kernel(
 ):  # fmt: skip
     """dQ and delta of one tile of queries; the arguments are ``flash_backward_q_kernel``'s."""
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
-        num_tiles, heads, cu_seqlens_q, cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN
-    )
+        gl.program_id(0), gl.num_programs(0), num_tiles, heads, section, cu_seqlens_q,
+        cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT,
+    )  # fmt: skip
     if first_query >= num_queries:
         return
     dtype: gl.constexpr = q.dtype.element_ty
@@ -188,37 +191,87 @@ def flash_backward_q_hopper_kernel(
 
 
 @gluon.jit
+def tile_of_member(t, begin, count, GROUPED: gl.constexpr):
+    """Tile ``t`` of all query heads of a group: (member of the group, tile of its queries)."""
+    member = t * 0
+    if GROUPED:
+        member = t // count
+    return member, begin + t - member * count
+
+
+@gluon.jit
+def fetch_of_group(
+    descriptor, tiles, barriers, t, begin, count, group, BLOCK_Q: gl.constexpr,
+    GROUPED: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of tile ``t`` of a group's queries into its slot, if there is such a tile."""
+    member, i = tile_of_member(t, begin, count, GROUPED)
+    slot = t % STAGES
+    there = t < count * group
+    mbarrier.expect(barriers.index(slot), descriptor.block_type.nbytes, pred=there)
+    copy_tile(
+        descriptor, [member, i * BLOCK_Q, 0], barriers.index(slot), tiles.index(slot), pred=there
+    )
+
+
+@gluon.jit
+def load_statistics(
+    lse_head, delta_head, t, begin, count, group, seq_q, num_queries,
+    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """lse and delta of the rows of tile ``t``, one number a thread."""
+    member, i = tile_of_member(gl.minimum(t, count * group - 1), begin, count, GROUPED)
+    rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, LAYOUT)
+    skipped = member.to(gl.int64) * seq_q
+    lse_i = load_lse(lse_head + skipped, rows, num_queries, True)
+    delta_i = gl.load(delta_head + skipped + rows, mask=rows < num_queries, other=0.0)
+    return lse_i, delta_i
+
+
+@gluon.jit
 def add_to_dk_dv(
-    dk, dv, t_begin, t_end, k_tile, v_tile, lse_head, delta_head, q_desc, do_desc,
-    q_tiles, do_tiles, q_barriers, do_barriers, begin, end, first_key, shift, num_queries, num_keys,
+    dk, dv, lse_next, delta_next, statistics, t_begin, t_end, k_tile, v_tile, lse_head, delta_head,
+    q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+    begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
     scale_log2, left, right, cap_in, cap_out,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, EDGE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, EDGE: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q and Pᵀ dO of tiles ``t_begin`` to ``t_end``; dSᵀ Q is in flight on return."""
+    row_layout: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    one_layout: gl.constexpr = lse_next.type.layout
     for t in range(t_begin, t_end):
-        q_i = q_tiles.index(t % STAGES)
-        do_i = do_tiles.index(t % STAGES)
+        q_i = q_tiles.index(t % STAGES).reshape([BLOCK_Q, BLOCK_D])
+        do_i = do_tiles.index(t % STAGES).reshape([BLOCK_Q, BLOCK_D])
         nothing = gl.zeros((BLOCK_K, BLOCK_Q), gl.float32, S_LAYOUT)
         await_tile(q_barriers, t, True)
         s_t = warpgroup_mma(k_tile, q_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
         await_tile(do_barriers, t, True)
         dp_t = warpgroup_mma(v_tile, do_i.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        rows = (begin + t) * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-        lse_i = load_lse(lse_head, rows, num_queries, EDGE)
-        if EDGE:
-            delta_i = gl.load(delta_head + rows, mask=rows < num_queries, other=0.0)
-        else:
-            delta_i = gl.load(delta_head + rows)
+        # Every thread needs 16 of the tile's 64 numbers; they come by way of shared memory.
+        statistics.index(0).store(lse_next)
+        statistics.index(1).store(delta_next)
+        lse_next, delta_next = load_statistics(
+            lse_head, delta_head, t + 1, begin, count, group, seq_q, num_queries,
+            BLOCK_Q, GROUPED, one_layout,
+        )  # fmt: skip
         s_t = warpgroup_mma_wait(1, deps=[s_t])  # Sᵀ and the dSᵀ Q before it are done
         block_barrier()  # every warp has read tile t - 1
-        fetch(q_desc, q_tiles, q_barriers, t + STAGES - 1, begin, end)
-        fetch(do_desc, do_tiles, do_barriers, t + STAGES - 1, begin, end)
+        fetch_of_group(
+            q_desc, q_tiles, q_barriers, t + STAGES - 1, begin, count, group, BLOCK_Q, GROUPED
+        )
+        fetch_of_group(
+            do_desc, do_tiles, do_barriers, t + STAGES - 1, begin, count, group, BLOCK_Q, GROUPED
+        )
+        lse_i = statistics.index(0).load(row_layout)
         p_t, slope = probabilities(
             s_t, gl.expand_dims(lse_i, 0), scale_log2, cap_in, cap_out, SOFTCAP
         )
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
+            _, i = tile_of_member(t, begin, count, GROUPED)
+            rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, row_layout)
             keys = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, S_LAYOUT))
             visible = visible_pairs(
                 gl.expand_dims(rows, 0), gl.expand_dims(keys, 1), shift, num_keys, left, right,
@@ -228,10 +281,11 @@ def add_to_dk_dv(
         p_low = gl.convert_layout(p_t.to(q_tiles.dtype), P_LAYOUT)
         dv = warpgroup_mma(p_low, do_i, dv, is_async=True)
         dp_t = warpgroup_mma_wait(1, deps=[dp_t])  # Pᵀ dO is in flight
+        delta_i = statistics.index(1).load(row_layout)
         ds_t = p_t * (dp_t - gl.expand_dims(delta_i, 0)) * slope
         ds_t = gl.convert_layout(ds_t.to(q_tiles.dtype), P_LAYOUT)
         dk = warpgroup_mma(ds_t, q_i, dk, is_async=True)
-    return dk, dv
+    return dk, dv, lse_next, delta_next
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -243,17 +297,16 @@ def flash_backward_kv_hopper_kernel(
     stride_dob, stride_doh, stride_don, stride_dod,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    heads_kv, group, num_tiles, num_sequences, seq_q, seq_k,
+    heads_kv, group, num_tiles, section, num_sequences, seq_q, seq_k,
     scale, scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     GROUPED: gl.constexpr, WIDE: gl.constexpr, TMA: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys, where each KV head has one query head (else TMA is off)."""
-    gl.static_assert(not GROUPED)
+    """dK and dV of one tile of keys; the arguments are ``flash_backward_kv_kernel``'s."""
     first_key, head, batch, start_k, num_keys, start_q, num_queries = locate_tile(
-        num_tiles, heads_kv, cu_seqlens_k, cu_seqlens_q, num_sequences, seq_k, seq_q,
-        BLOCK_K, VARLEN,
+        gl.program_id(0), gl.num_programs(0), num_tiles, heads_kv, section, cu_seqlens_k,
+        cu_seqlens_q, num_sequences, seq_k, seq_q, BLOCK_K, VARLEN, False,
     )  # fmt: skip
     if first_key >= num_keys:
         return
@@ -265,16 +318,16 @@ def flash_backward_kv_hopper_kernel(
     memory_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [warps, 1], [1, 0]
     )
-    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_D], dtype)
     kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
+    one_layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
 
-    q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)
+    q_head = head_base(q, batch, head * group, start_q, stride_qb, stride_qh, stride_qn)
     k_head = head_base(k, batch, head, start_k, stride_kb, stride_kh, stride_kn)
     v_head = head_base(v, batch, head, start_k, stride_vb, stride_vh, stride_vn)
-    do_head = head_base(do, batch, head, start_q, stride_dob, stride_doh, stride_don)
+    do_head = head_base(do, batch, head * group, start_q, stride_dob, stride_doh, stride_don)
     dk_head = head_base(dk, batch, head, start_k, stride_dkb, stride_dkh, stride_dkn)
     dv_head = head_base(dv, batch, head, start_k, stride_dvb, stride_dvh, stride_dvn)
-    row_of_lse = (batch * heads_kv + head).to(gl.int64) * seq_q + start_q
+    row_of_lse = ((batch * heads_kv + head) * group).to(gl.int64) * seq_q + start_q
 
     rows = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, memory_layout))
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, memory_layout))
@@ -290,14 +343,25 @@ def flash_backward_kv_hopper_kernel(
     dk_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
     dv_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
     if begin < end:
+        # One descriptor holds all query heads of the group, so the copies run ahead from one to
+        # the next: the tiles of all members are numbered through.
+        group_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [1, BLOCK_Q, BLOCK_D], dtype
+        )
+        count = end - begin
         q_desc = tma.make_tensor_descriptor(
-            q_head, [num_queries, HEAD_DIM], [stride_qn, 1], [BLOCK_Q, BLOCK_D], q_shared
-        )
+            q_head, [group, num_queries, HEAD_DIM], [stride_qh, stride_qn, 1],
+            [1, BLOCK_Q, BLOCK_D], group_shared,
+        )  # fmt: skip
         do_desc = tma.make_tensor_descriptor(
-            do_head, [num_queries, HEAD_DIM], [stride_don, 1], [BLOCK_Q, BLOCK_D], q_shared
+            do_head, [group, num_queries, HEAD_DIM], [stride_doh, stride_don, 1],
+            [1, BLOCK_Q, BLOCK_D], group_shared,
+        )  # fmt: skip
+        q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_Q, BLOCK_D], group_shared)
+        do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_Q, BLOCK_D], group_shared)
+        statistics = gl.allocate_shared_memory(
+            gl.float32, [2, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         )
-        q_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_shared)
-        do_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_shared)
         q_barriers = new_barriers()
         do_barriers = new_barriers()
         k_j = load_rows(k_head, rows, columns, stride_kn, stride_kd, inside)
@@ -306,35 +370,49 @@ def flash_backward_kv_hopper_kernel(
         v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, v_j)
         fence_async_shared()
         block_barrier()
-        fetch(q_desc, q_tiles, q_barriers, 0, begin, end)
-        fetch(do_desc, do_tiles, do_barriers, 0, begin, end)
+        fetch_of_group(q_desc, q_tiles, q_barriers, 0, begin, count, group, BLOCK_Q, GROUPED)
+        fetch_of_group(do_desc, do_tiles, do_barriers, 0, begin, count, group, BLOCK_Q, GROUPED)
+        lse_head = lse + row_of_lse
+        delta_head = delta + row_of_lse
+        lse_next, delta_next = load_statistics(
+            lse_head, delta_head, count * 0, begin, count, group, seq_q, num_queries,
+            BLOCK_Q, GROUPED, one_layout,
+        )  # fmt: skip
         dk_sum = warpgroup_mma_init(dk_j)
         dv_sum = warpgroup_mma_init(dv_j)
-        if HAS_RIGHT:
-            dk_sum, dv_sum = add_to_dk_dv(
-                dk_sum, dv_sum, 0, full_begin - begin, k_tile, v_tile,
-                lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
-                q_tiles, do_tiles, q_barriers, do_barriers,
-                begin, end, first_key, shift, num_queries, num_keys,
+        for member in range(group):
+            done = member * count
+            if HAS_RIGHT:
+                dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
+                    dk_sum, dv_sum, lse_next, delta_next, statistics,
+                    done, done + full_begin - begin,
+                    k_tile, v_tile, lse_head, delta_head,
+                    q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+                    begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+                    scale_log2, left, right, cap_in, cap_out,
+                    BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
+                    s_layout, p_layout,
+                )  # fmt: skip
+            dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
+                dk_sum, dv_sum, lse_next, delta_next, statistics,
+                done + full_begin - begin, done + full_end - begin,
+                k_tile, v_tile, lse_head, delta_head,
+                q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+                begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
                 scale_log2, left, right, cap_in, cap_out,
-                BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, p_layout,
+                BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, False,
+                s_layout, p_layout,
             )  # fmt: skip
-        dk_sum, dv_sum = add_to_dk_dv(
-            dk_sum, dv_sum, full_begin - begin, full_end - begin, k_tile, v_tile,
-            lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
-            q_tiles, do_tiles, q_barriers, do_barriers,
-            begin, end, first_key, shift, num_queries, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
-            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, s_layout, p_layout,
-        )  # fmt: skip
-        dk_sum, dv_sum = add_to_dk_dv(
-            dk_sum, dv_sum, full_end - begin, end - begin, k_tile, v_tile,
-            lse + row_of_lse, delta + row_of_lse, q_desc, do_desc,
-            q_tiles, do_tiles, q_barriers, do_barriers,
-            begin, end, first_key, shift, num_queries, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
-            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout, p_layout,
-        )  # fmt: skip
+            dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
+                dk_sum, dv_sum, lse_next, delta_next, statistics,
+                done + full_end - begin, done + count,
+                k_tile, v_tile, lse_head, delta_head,
+                q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+                begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+                scale_log2, left, right, cap_in, cap_out,
+                BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
+                s_layout, p_layout,
+            )  # fmt: skip
         dk_j, dv_j = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
         drop_barriers(q_barriers)
         drop_barriers(do_barriers)

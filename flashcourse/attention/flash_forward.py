@@ -21,7 +21,7 @@ from flashcourse.attention.flash_tiles import (
 )
 
 # Lengths are no part of the compiled kernel: a new one must not compile anything.
-LENGTHS = ["num_tiles", "num_sequences", "seq_q", "seq_k", "left", "right"]
+LENGTHS = ["num_tiles", "section", "num_sequences", "seq_q", "seq_k", "left", "right"]
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def flash_forward_kernel(
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_on, stride_od,
-    heads, group, num_tiles, num_sequences, seq_q, seq_k,
+    heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
     scale_log2, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -91,8 +91,9 @@ def flash_forward_kernel(
 ):  # fmt: skip
     """out and lse of one tile of queries. ``scale_log2`` is |scale| · log2 e; NEGATE its sign."""
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
-        num_tiles, heads, cu_seqlens_q, cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN
-    )
+        tl.program_id(0), tl.num_programs(0), num_tiles, heads, section, cu_seqlens_q,
+        cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT,
+    )  # fmt: skip
     if first_query >= num_queries:
         return
     q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)

@@ -1,10 +1,13 @@
-"""The forward kernel for Hopper, in Gluon: the same algorithm, scheduled by hand.
+"""The forward kernel for Hopper, in Gluon: ``flash_forward``'s loop, divided among warps by hand.
 
-Triton's compiler waits for a matrix product as soon as a loop uses it, so its forward kernel
-computes the softmax while the matrix units rest. Here the products are started and waited for in
-the open (Shah et al., 2024, "FlashAttention-3", section 3.2): while a tile's softmax runs, the
-product P V of the tile before is in flight. Everything else, the names included, is
-``flash_forward``'s.
+One warp copies tiles of K and V into shared memory. Two warp groups own half of the tile of
+queries each and share what it copies. In each of them the matrix units compute Q Kᵀ of a tile and
+P V of the tile before, and the exponentials are taken while P V runs: the schedule of
+FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2).
+
+A dense batch is computed by as many programs as the GPU runs at a time. Each goes through several
+tiles of queries, and its copies run ahead: the first keys of the next tile are there when the
+output of the last one has been written.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -24,8 +28,7 @@ from flashcourse.attention.flash_hopper_tiles import (
     STAGES,
     await_tile,
     block_barrier,
-    drop_barriers,
-    fetch,
+    copy_tile,
     head_base,
     load_rows,
     locate_tile,
@@ -35,6 +38,10 @@ from flashcourse.attention.flash_hopper_tiles import (
     visible_pairs,
     visible_tiles,
 )
+
+GROUPS = gl.constexpr(2)  # warp groups that share the tiles of K and V
+REGISTERS = gl.constexpr(240)  # a thread of them; all that the copying warp leaves
+COPY_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -66,56 +73,148 @@ def softmax_step(
 
 
 @gluon.jit
+def count_visits(num_items, PAIRED: gl.constexpr):
+    """How many tiles of queries this program computes."""
+    if PAIRED:
+        visits = 2 * gl.cdiv(gl.cdiv(num_items, 2) - gl.program_id(0), gl.num_programs(0))
+    else:
+        visits = gl.cdiv(num_items - gl.program_id(0), gl.num_programs(0))
+    return visits
+
+
+@gluon.jit
+def visit_tile(
+    visit, sizes, cu_seqlens_q, cu_seqlens_k,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PAIRED: gl.constexpr,
+):  # fmt: skip
+    """A tile of queries of this program: (where it lies, lengths, the tiles of keys it sees).
+
+    PAIRED: under a causal mask a program takes the tiles of a head in pairs, one from the end,
+    which sees the most keys, and one from the beginning. All pairs are equally much work.
+    """
+    num_items, num_tiles, heads, section, num_sequences, seq_q, seq_k, left, right = sizes
+    if PAIRED:
+        item = 2 * (gl.program_id(0) + visit // 2 * gl.num_programs(0)) + visit % 2
+        there = item < num_items  # of an odd number the last pair is half
+        item = gl.minimum(item, num_items - 1)
+        place = item % num_tiles
+        item += gl.where(place % 2 == 0, num_tiles - 1 - place // 2, place // 2) - place
+    else:
+        item = gl.program_id(0) + visit * gl.num_programs(0)
+        there = item < num_items
+    first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
+        item, num_items, num_tiles, heads, section, cu_seqlens_q, cu_seqlens_k, num_sequences,
+        seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT and not PAIRED,
+    )  # fmt: skip
+    shift = num_keys - num_queries  # query i stands at key i + shift
+    last_query = gl.minimum(first_query + BLOCK_Q, num_queries) - 1
+    begin, full_begin, full_end, end = visible_tiles(
+        first_query, last_query, shift, num_keys, left, right, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    end = gl.where(there & (first_query < num_queries), end, begin)
+    num_queries = gl.where(there, num_queries, 0)
+    place = (head, batch, start_q, start_k)
+    return first_query, num_queries, num_keys, shift, place, (begin, full_begin, full_end, end)
+
+
+@gluon.jit
+def copy_stream(
+    k, v, k_strides, v_strides, sizes, group, cu_seqlens_q, cu_seqlens_k, tiles, full, empty,
+    HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PAIRED: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """Copy the visible tiles of K and V, each as soon as both warp groups have left its slot."""
+    k_tiles, v_tiles = tiles
+    k_full, v_full = full
+    k_empty, v_empty = empty
+    done = gl.program_id(0) * 0  # tiles copied for the tiles of queries before
+    for visit in range(count_visits(sizes[0], PAIRED)):
+        _, _, num_keys, _, place, span = visit_tile(
+            visit, sizes, cu_seqlens_q, cu_seqlens_k,
+            BLOCK_Q, BLOCK_K, VARLEN, HAS_LEFT, HAS_RIGHT, PAIRED,
+        )  # fmt: skip
+        head, batch, _, start_k = place
+        begin, _, _, end = span
+        k_head = head_base(
+            k, batch, head // group, start_k, k_strides[0], k_strides[1], k_strides[2]
+        )
+        v_head = head_base(
+            v, batch, head // group, start_k, v_strides[0], v_strides[1], v_strides[2]
+        )
+        # The descriptors are about to be overwritten, so the last copies with them must be over.
+        await_tile(k_full, gl.maximum(done, 1) - 1, done > 0)
+        await_tile(v_full, gl.maximum(done, 1) - 1, done > 0)
+        k_desc = tma.make_tensor_descriptor(
+            k_head, [num_keys, HEAD_DIM], [k_strides[2], 1], [BLOCK_K, BLOCK_D], SHARED
+        )
+        v_desc = tma.make_tensor_descriptor(
+            v_head, [num_keys, HEAD_DIM], [v_strides[2], 1], [BLOCK_K, BLOCK_D], SHARED
+        )
+        first = begin - done
+        for t in range(done, end - first):
+            slot = t % STAGES
+            before = (t // STAGES & 1) ^ 1  # of a new barrier this phase counts as over
+            row = (first + t) * BLOCK_K
+            mbarrier.wait(k_empty.index(slot), before)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            copy_tile(k_desc, [row, 0], k_full.index(slot), k_tiles.index(slot))
+            mbarrier.wait(v_empty.index(slot), before)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            copy_tile(v_desc, [row, 0], v_full.index(slot), v_tiles.index(slot))
+        done = end - first
+
+
+@gluon.jit
 def attend(
-    o, p, m, l, t_begin, t_end, q_i, k_desc, v_desc, k_tiles, v_tiles, k_barriers, v_barriers,
-    begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+    o, p, m, l, t_begin, t_end, q_tile, tiles, full, empty, first, end,
+    first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, EDGE: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``t_begin`` to ``t_end``; ``p`` is the tile before, whose product with V is due."""
+    k_tiles, v_tiles = tiles
+    k_full, v_full = full
+    k_empty, v_empty = empty
     for t in range(t_begin, t_end):
         k_j = k_tiles.index(t % STAGES)
         nothing = gl.zeros((BLOCK_Q, BLOCK_K), gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q_i, k_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_tile, k_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
         p_before = gl.convert_layout(p.to(k_tiles.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
-        await_tile(v_barriers, t - 1, True)
+        await_tile(v_full, t - 1, True)
         o = warpgroup_mma(p_before, v_tiles.index((t - 1) % STAGES), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])  # S is there, P V still in flight
         p, m, l, rescale = softmax_step(
-            s, m, l, first_query, (begin + t) * BLOCK_K, shift, num_keys,
+            s, m, l, first_query, (first + t) * BLOCK_K, shift, num_keys,
             scale_log2, left, right, cap_in, cap_out,
             BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, EDGE,
         )  # fmt: skip
-        await_tile(k_barriers, t + 1, begin + t + 1 < end)
+        await_tile(k_full, t + 1, first + t + 1 < end)
         o, p = warpgroup_mma_wait(0, deps=[o, p])
-        block_barrier()  # every warp has read tile t of K and tile t - 1 of V
-        fetch(k_desc, k_tiles, k_barriers, t + STAGES, begin, end)
-        fetch(v_desc, v_tiles, v_barriers, t + STAGES - 1, begin, end)
+        block_barrier()  # every warp of the group has read tile t of K and tile t - 1 of V
+        mbarrier.arrive(k_empty.index(t % STAGES), count=1)
+        mbarrier.arrive(v_empty.index((t - 1) % STAGES), count=1)
         o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout)), 1)
     return o, p, m, l
 
 
-@gluon.jit(do_not_specialize=LENGTHS)
-def flash_forward_hopper_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
-    stride_qb, stride_qh, stride_qn, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_ob, stride_oh, stride_on, stride_od,
-    heads, group, num_tiles, num_sequences, seq_q, seq_k,
-    scale_log2, left, right, cap_in, cap_out,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    NEGATE: gl.constexpr, WIDE: gl.constexpr, TMA: gl.constexpr,
+@gluon.jit
+def attend_rows(
+    q, out, lse, q_strides, out_strides, sizes, cu_seqlens_q, cu_seqlens_k,
+    q_tiles, tiles, full, empty, scale_log2, cap_in, cap_out,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, WIDE: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of queries; the arguments are ``flash_forward_kernel``'s."""
-    first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
-        num_tiles, heads, cu_seqlens_q, cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN
-    )
-    if first_query >= num_queries:
-        return
-    dtype: gl.constexpr = q.dtype.element_ty
+    """out and lse of one warp group's share of each tile of queries."""
+    k_tiles, v_tiles = tiles
+    k_full, v_full = full
+    k_empty, v_empty = empty
+    num_items, _, heads, _, _, seq_q, _, left, right = sizes
+    dtype: gl.constexpr = k_tiles.dtype
     warps: gl.constexpr = gl.num_warps()
+    share: gl.constexpr = BLOCK_Q // GROUPS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -123,108 +222,150 @@ def flash_forward_hopper_kernel(
     memory_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [warps, 1], [1, 0]
     )
-    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_D], dtype)
+    q_tile = q_tiles.index(GROUP)
+    done = gl.program_id(0) * 0  # tiles of keys seen with the tiles of queries before
+    for visit in range(count_visits(num_items, PAIRED)):
+        first_query, num_queries, num_keys, shift, place, span = visit_tile(
+            visit, sizes, cu_seqlens_q, cu_seqlens_k,
+            BLOCK_Q, BLOCK_K, VARLEN, HAS_LEFT, HAS_RIGHT, PAIRED,
+        )  # fmt: skip
+        head, batch, start_q = place[0], place[1], place[2]
+        begin, full_begin, full_end, end = span
+        first_query += GROUP * share
+        o = gl.zeros((share, BLOCK_D), gl.float32, o_layout)
+        m = gl.full((share,), float("-inf"), gl.float32, row_layout)
+        l = gl.zeros((share,), gl.float32, row_layout)
+
+        # rows and columns of this share of q and of out
+        rows = first_query + gl.arange(0, share, gl.SliceLayout(1, memory_layout))
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, memory_layout))
+        inside = gl.expand_dims(rows < num_queries, 1) & gl.expand_dims(columns < HEAD_DIM, 0)
+        if WIDE:
+            rows = rows.to(gl.int64)
+            columns = columns.to(gl.int64)
+
+        first = begin - done  # tile t of the stream is tile first + t of this head's keys
+        last = end - first - 1
+        if begin < end:
+            q_head = head_base(q, batch, head, start_q, q_strides[0], q_strides[1], q_strides[2])
+            q_i = load_rows(q_head, rows, columns, q_strides[2], q_strides[3], inside)
+            if NEGATE:
+                q_i = -q_i
+            block_barrier()  # every warp of the group is done with the tile of queries before
+            q_tile.store(q_i)
+            fence_async_shared()
+            block_barrier()
+
+            # The first tile has nothing to overlap with. It may lie on an edge, so it is masked.
+            await_tile(k_full, done, True)
+            nothing = gl.zeros((share, BLOCK_K), gl.float32, s_layout)
+            k_j = k_tiles.index(done % STAGES)
+            s = warpgroup_mma(q_tile, k_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            await_tile(k_full, done + 1, begin + 1 < end)
+            s = warpgroup_mma_wait(0, deps=[s])
+            block_barrier()
+            mbarrier.arrive(k_empty.index(done % STAGES), count=1)
+            p, m, l, _rescale = softmax_step(
+                s, m, l, first_query, begin * BLOCK_K, shift, num_keys,
+                scale_log2, left, right, cap_in, cap_out,
+                share, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
+            )  # fmt: skip
+            full_first = gl.maximum(full_begin - first, done + 1)
+            full_last = gl.maximum(full_end - first, full_first)
+            if HAS_LEFT:
+                o, p, m, l = attend(
+                    o, p, m, l, done + 1, full_first, q_tile, tiles, full, empty, first, end,
+                    first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+                    share, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout,
+                )  # fmt: skip
+            o, p, m, l = attend(
+                o, p, m, l, full_first, full_last, q_tile, tiles, full, empty, first, end,
+                first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+                share, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, s_layout,
+            )  # fmt: skip
+            o, p, m, l = attend(
+                o, p, m, l, full_last, last + 1, q_tile, tiles, full, empty, first, end,
+                first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+                share, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout,
+            )  # fmt: skip
+            await_tile(v_full, last, True)
+            p_last = gl.convert_layout(p.to(dtype), p_layout)
+            o = warpgroup_mma(p_last, v_tiles.index(last % STAGES), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            block_barrier()
+            mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+        done = last + 1
+
+        safe_l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: 0 / 1, not 0 / 0
+        scale_rows = gl.convert_layout(1.0 / safe_l, gl.SliceLayout(1, o_layout))
+        o = o * gl.expand_dims(scale_rows, 1)
+        lse_i = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe_l)) * LN2)
+        lse_rows = first_query + gl.arange(0, share, row_layout)
+        lse_head = lse + (batch * heads + head).to(gl.int64) * seq_q + start_q
+        gl.store(lse_head + lse_rows, lse_i, mask=lse_rows < num_queries)
+        out_head = head_base(
+            out, batch, head, start_q, out_strides[0], out_strides[1], out_strides[2]
+        )
+        store_rows(
+            out_head, o, rows, columns, out_strides[2], out_strides[3], inside, memory_layout
+        )
+
+
+@gluon.jit(do_not_specialize=[*LENGTHS, "num_items"])
+def flash_forward_hopper_kernel(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_on, stride_od,
+    heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
+    scale_log2, left, right, cap_in, cap_out, num_items,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    NEGATE: gl.constexpr, WIDE: gl.constexpr, TMA: gl.constexpr,
+):  # fmt: skip
+    """out and lse of several tiles of queries, of ``num_items`` in all batches and heads.
+
+    The other arguments are ``flash_forward_kernel``'s.
+    """
+    PAIRED: gl.constexpr = HAS_RIGHT and not HAS_LEFT and not VARLEN
+    dtype: gl.constexpr = q.dtype.element_ty
+    share: gl.constexpr = BLOCK_Q // GROUPS
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([share, BLOCK_D], dtype)
     kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
 
-    q_head = head_base(q, batch, head, start_q, stride_qb, stride_qh, stride_qn)
-    k_head = head_base(k, batch, head // group, start_k, stride_kb, stride_kh, stride_kn)
-    v_head = head_base(v, batch, head // group, start_k, stride_vb, stride_vh, stride_vn)
-    out_head = head_base(out, batch, head, start_q, stride_ob, stride_oh, stride_on)
-    lse_head = lse + (batch * heads + head).to(gl.int64) * seq_q + start_q
-
-    shift = num_keys - num_queries  # query i stands at key i + shift
-    last_query = gl.minimum(first_query + BLOCK_Q, num_queries) - 1
-    begin, full_begin, full_end, end = visible_tiles(
-        first_query, last_query, shift, num_keys, left, right, BLOCK_K, HAS_LEFT, HAS_RIGHT
-    )
-
-    o = gl.zeros((BLOCK_Q, BLOCK_D), gl.float32, o_layout)
-    m = gl.full((BLOCK_Q,), float("-inf"), gl.float32, row_layout)
-    l = gl.zeros((BLOCK_Q,), gl.float32, row_layout)
-
-    # rows and columns of this tile of q and of out
-    rows = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, memory_layout))
-    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, memory_layout))
-    inside = gl.expand_dims(rows < num_queries, 1) & gl.expand_dims(columns < HEAD_DIM, 0)
-    if WIDE:
-        rows = rows.to(gl.int64)
-        columns = columns.to(gl.int64)
-
-    if begin < end:
-        k_desc = tma.make_tensor_descriptor(
-            k_head, [num_keys, HEAD_DIM], [stride_kn, 1], [BLOCK_K, BLOCK_D], kv_shared
-        )
-        v_desc = tma.make_tensor_descriptor(
-            v_head, [num_keys, HEAD_DIM], [stride_vn, 1], [BLOCK_K, BLOCK_D], kv_shared
-        )
-        k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
-        v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
-        k_barriers = new_barriers()
-        v_barriers = new_barriers()
-        fence_async_shared()
-        block_barrier()
-        fetch(k_desc, k_tiles, k_barriers, 0, begin, end)
-        fetch(v_desc, v_tiles, v_barriers, 0, begin, end)
-        fetch(k_desc, k_tiles, k_barriers, 1, begin, end)
-
-        q_i = load_rows(q_head, rows, columns, stride_qn, stride_qd, inside)
-        if NEGATE:
-            q_i = -q_i
-        q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], q_shared, q_i)
-        fence_async_shared()
-        block_barrier()
-        # From registers, because reading Q and K from shared memory together would be its limit.
-        q_i = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
-
-        # The first tile has nothing to overlap with. It may lie on an edge, so it is masked.
-        await_tile(k_barriers, 0, True)
-        k_j = k_tiles.index(0)
-        nothing = gl.zeros((BLOCK_Q, BLOCK_K), gl.float32, s_layout)
-        s = warpgroup_mma(q_i, k_j.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        p, m, l, _ = softmax_step(
-            s, m, l, first_query, begin * BLOCK_K, shift, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
-            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True,
-        )  # fmt: skip
-        await_tile(k_barriers, 1, begin + 1 < end)
-        block_barrier()
-        fetch(k_desc, k_tiles, k_barriers, 2, begin, end)
-        fetch(v_desc, v_tiles, v_barriers, 1, begin, end)
-
-        full_first = gl.maximum(full_begin - begin, 1)
-        full_last = gl.maximum(full_end - begin, full_first)
-        if HAS_LEFT:
-            o, p, m, l = attend(
-                o, p, m, l, 1, full_first, q_i, k_desc, v_desc,
-                k_tiles, v_tiles, k_barriers, v_barriers,
-                begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
-                BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout,
-            )  # fmt: skip
-        o, p, m, l = attend(
-            o, p, m, l, full_first, full_last, q_i, k_desc, v_desc,
-            k_tiles, v_tiles, k_barriers, v_barriers,
-            begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
-            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, s_layout,
-        )  # fmt: skip
-        o, p, m, l = attend(
-            o, p, m, l, full_last, end - begin, q_i, k_desc, v_desc,
-            k_tiles, v_tiles, k_barriers, v_barriers,
-            begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
-            BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT, SOFTCAP, True, s_layout,
-        )  # fmt: skip
-        last = end - begin - 1
-        await_tile(v_barriers, last, True)
-        p_last = gl.convert_layout(p.to(dtype), p_layout)
-        o = warpgroup_mma(p_last, v_tiles.index(last % STAGES), o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
-        drop_barriers(k_barriers)
-        drop_barriers(v_barriers)
-
-    safe_l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: 0 / 1, not 0 / 0
-    scale_rows = gl.convert_layout(1.0 / safe_l, gl.SliceLayout(1, o_layout))
-    o = o * gl.expand_dims(scale_rows, 1)
-    lse_i = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe_l)) * LN2)
-    lse_rows = first_query + gl.arange(0, BLOCK_Q, row_layout)
-    gl.store(lse_head + lse_rows, lse_i, mask=lse_rows < num_queries)
-    store_rows(out_head, o, rows, columns, stride_on, stride_od, inside, memory_layout)
+    q_strides = (stride_qb, stride_qh, stride_qn, stride_qd)
+    k_strides = (stride_kb, stride_kh, stride_kn)
+    v_strides = (stride_vb, stride_vh, stride_vn)
+    out_strides = (stride_ob, stride_oh, stride_on, stride_od)
+    sizes = (num_items, num_tiles, heads, section, num_sequences, seq_q, seq_k, left, right)
+    q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, share, BLOCK_D], q_shared)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
+    tiles = (k_tiles, v_tiles)
+    full = (new_barriers(1), new_barriers(1))
+    empty = (new_barriers(GROUPS), new_barriers(GROUPS))
+    fence_async_shared()
+    block_barrier()
+    gl.warp_specialize(
+        [
+            (attend_rows, (
+                q, out, lse, q_strides, out_strides, sizes, cu_seqlens_q, cu_seqlens_k,
+                q_tiles, tiles, full, empty, scale_log2, cap_in, cap_out,
+                0, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
+                VARLEN, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, WIDE, PAIRED,
+            )),
+            (attend_rows, (
+                q, out, lse, q_strides, out_strides, sizes, cu_seqlens_q, cu_seqlens_k,
+                q_tiles, tiles, full, empty, scale_log2, cap_in, cap_out,
+                1, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
+                VARLEN, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, WIDE, PAIRED,
+            )),
+            (copy_stream, (
+                k, v, k_strides, v_strides, sizes, group, cu_seqlens_q, cu_seqlens_k,
+                tiles, full, empty, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
+                VARLEN, HAS_LEFT, HAS_RIGHT, PAIRED, kv_shared,
+            )),
+        ],
+        [4, 1], [REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip

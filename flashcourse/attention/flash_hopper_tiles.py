@@ -51,11 +51,11 @@ def await_tile(barriers, t, there):
 
 
 @gluon.jit
-def new_barriers():
+def new_barriers(ARRIVALS: gl.constexpr = 1):
     """One barrier for each slot of a stream of tiles."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(slot), count=1)
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
     return barriers
 
 

@@ -6,6 +6,7 @@ sequences lie behind each other, told apart by ``cu_seqlens``.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from flashcourse.attention.tuning import Tiles, bucket_of, forced_tiles, tiles_f
 LOG2E = math.log2(math.e)
 INT32_MAX = 2**31 - 1
 FEW_QUERIES = 8
+MOST_TOGETHER = 64  # heads whose tiles are dealt out together
 MOST_COPIED = 2**27  # entries of k and v each: 1 GiB as float32, together
 
 
@@ -226,13 +228,15 @@ def _plan_forward(
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     by_hand = has_gluon() and _descriptors_fit(k, v)
-    tiles = tiles_for("forward", head_dim, q.element_size(), q.device, by_hand)
-    num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens)
     left, right = _window(options, seq_q, seq_k, cu_seqlens)
+    keys = _keys_seen(seq_q, seq_k, left, right, cu_seqlens)
+    tiles = tiles_for("forward", head_dim, q.element_size(), q.device, by_hand, keys)
+    num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens)
+    section = _heads_together(k, 1, left, right, cu_seqlens)
     scale, cap_in, cap_out = _factors(options)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        heads, heads // k.shape[1], num_tiles, num_sequences, seq_q, seq_k,
+        heads, heads // k.shape[1], num_tiles, section, num_sequences, seq_q, seq_k,
         abs(scale), left or 0, right or 0, cap_in if scale >= 0 else -cap_in, cap_out,
     )  # fmt: skip
     constants = {
@@ -245,6 +249,11 @@ def _plan_forward(
     }  # fmt: skip
     programs = num_tiles * heads * batch
     kernel = kernel_for("forward", tiles, bool(constants["TMA"]))
+    if kernel is not kernel_for("forward", tiles, False):  # the one scheduled by hand
+        numbers = (*numbers, programs)
+        if cu_seqlens is None:  # equal shares of the work: each program takes several tiles
+            pairs = right is not None and left is None
+            programs = min(-(-programs // 2) if pairs else programs, _multiprocessors(q.device))
     return Launch(kernel, "forward", tiles, programs, numbers, constants)
 
 
@@ -278,9 +287,10 @@ def _plan_backward(
     by_hand = has_gluon() and _descriptors_fit(k, v)
     tiles = tiles_for("backward_q", head_dim, q.element_size(), q.device, by_hand)
     num_tiles, num_sequences = _tiles_of(seq_q, tiles.block_q, cu_seqlens_q)
+    section = _heads_together(k, 1, left, right, cu_seqlens_q)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *d_out.stride(), *dq.stride(),
-        heads, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
+        heads, group, num_tiles, section, num_sequences, seq_q, seq_k, *factors,
     )  # fmt: skip
     constants = {
         **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
@@ -291,22 +301,31 @@ def _plan_backward(
     kernel = kernel_for("backward_q", tiles, bool(constants["TMA"]))
     for_q = Launch(kernel, "backward_q", tiles, programs, numbers, constants)
 
-    by_hand = has_gluon() and group == 1 and _descriptors_fit(q, d_out)
+    by_hand = has_gluon() and _descriptors_fit(q, d_out)
     tiles = tiles_for("backward_kv", head_dim, q.element_size(), q.device, by_hand)
     num_tiles, num_sequences = _tiles_of(seq_k, tiles.block_k, cu_seqlens_k)
+    section = _heads_together(q, group, left, right, cu_seqlens_k)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
-        heads_kv, group, num_tiles, num_sequences, seq_q, seq_k, *factors,
+        heads_kv, group, num_tiles, section, num_sequences, seq_q, seq_k, *factors,
     )  # fmt: skip
     constants = {
         **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, **mask,
         "GROUPED": group > 1, "WIDE": _needs_int64(tiles, q, k, v, d_out, dk, dv),
-        "TMA": tiles.tma and group == 1 and _descriptors_fit(q, d_out),
+        # Triton's loop over a group has no descriptor for each of its heads, Gluon's has.
+        "TMA": tiles.tma and _descriptors_fit(q, d_out) and (
+            group == 1 or (tiles.gluon and has_gluon())
+        ),
     }  # fmt: skip
     programs = num_tiles * heads_kv * batch
     kernel = kernel_for("backward_kv", tiles, bool(constants["TMA"]))
     for_kv = Launch(kernel, "backward_kv", tiles, programs, numbers, constants)
     return for_q, for_kv
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _widened(q: torch.Tensor) -> bool:
@@ -325,6 +344,44 @@ def _tiles_of(seq: int, block: int, cu_seqlens: torch.Tensor | None) -> tuple[in
         return -(-seq // block), 0
     num_sequences = cu_seqlens.numel() - 1
     return seq // block + num_sequences + 1, num_sequences
+
+
+def _keys_seen(
+    seq_q: int, seq_k: int, left: int | None, right: int | None, cu_seqlens: torch.Tensor | None
+) -> float:
+    """How many keys a query sees, on average (from eight of them)."""
+    if cu_seqlens is not None:  # of sequences that are alike: the offsets stay on the GPU
+        num_sequences = max(1, cu_seqlens.numel() - 1)
+        seq_q, seq_k = -(-seq_q // num_sequences), -(-seq_k // num_sequences)
+    seen = 0
+    for i in range(8):
+        diagonal = (2 * i + 1) * seq_q // 16 + seq_k - seq_q
+        first = 0 if left is None else max(0, diagonal - left)
+        last = seq_k - 1 if right is None else min(seq_k - 1, diagonal + right)
+        seen += max(0, last - first + 1)
+    return seen / 8
+
+
+def _heads_together(
+    others: torch.Tensor, group: int, left: int | None, right: int | None,
+    cu_seqlens: torch.Tensor | None,
+) -> int:  # fmt: skip
+    """``section`` of ``locate_tile``: 1 where all tiles are alike, or a window makes them so.
+
+    Args:
+        others: one of the two tensors that a program walks over, with ``group`` heads a program.
+    """
+    if right is None or left is not None or cu_seqlens is not None:
+        return 1
+    of_one_head = 2 * group * others.shape[2] * others.shape[3] * others.element_size()
+    return max(1, min(MOST_TOGETHER, _l2_bytes(others.device) // 2 // max(1, of_one_head)))
+
+
+@functools.cache
+def _l2_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2**20  # for the interpreter any number is right
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _window(

@@ -15,21 +15,30 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def locate_tile(
-    num_tiles, heads, cu_rows, cu_others, num_sequences, seq_rows, seq_others,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    program, num_programs, num_tiles, heads, section, cu_rows, cu_others, num_sequences,
+    seq_rows, seq_others, BLOCK: tl.constexpr, VARLEN: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """The tile of this program: (first row, head, batch, start and length of rows, of others).
+    """The tile of a program: (first row, head, batch, start and length of rows, of others).
 
-    All programs of one head are neighbours in the grid, so that they share its keys in the L2
-    cache. A varlen batch is one long sequence: sequence ``b`` owns the tiles from
+    Programs start in the order of the grid. Those of one head are neighbours, so that they share
+    its keys in the L2 cache. Under a causal mask the tiles differ in what they see, and what starts
+    last should be what is soon done: the tiles of ``section`` heads are dealt out together, those
+    that see the most first. These are the first tiles of keys and, REVERSED, the last of queries.
+
+    A varlen batch is one long sequence: sequence ``b`` owns the tiles from
     ``cu_rows[b] // BLOCK + b``, which leaves room for its ragged last tile. So the grid is known
     without reading the offsets on the host, and a program finds its sequence by bisection. What
     lies behind the last offset is one more sequence, without anything to look at.
     """
-    program = tl.program_id(0)
-    tile = program % num_tiles
-    head = (program // num_tiles) % heads
-    batch = program // num_tiles // heads
+    first_head = program // (num_tiles * section) * section
+    together = tl.minimum(section, num_programs // num_tiles - first_head)
+    place = program - first_head * num_tiles
+    tile = place // together
+    head = first_head + place % together
+    batch = head // heads
+    head = head % heads
+    if REVERSED:
+        tile = num_tiles - 1 - tile
     if VARLEN:
         low = tile * 0
         high = low + num_sequences

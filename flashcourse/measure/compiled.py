@@ -178,14 +178,16 @@ def compiled_table(results: Sequence[Compiled]) -> str:
     "how often" counts instructions in the text: the body of a loop counts once.
     """
     lines = [
-        f"{'kernel':16} {'target':6} {'multiplies with':36} {'how often':>9} {'2^x':>4} "
+        f"{'kernel':16} {'target':6} {'multiplies with':38} {'how often':>9} {'2^x':>4} "
         f"{'shared':>8} {'registers':>9} {'spilled':>7}"
     ]
     for result in results:
         kind = result.matrix_instruction or "fma"
-        instruction = result.lines(kind)[0][:36] if result.count(kind) else "-"
+        # "wgmma.mma_async.sync.aligned.m64n64k16": the dtypes behind the shape are left out
+        name = result.lines(kind)[0] if result.count(kind) else "-"
+        name = re.sub(r"(m\d+n\d+k\d+).*", r"\1", name)
         lines.append(
-            f"{result.kernel:16} {result.launch.target:6} {instruction:36} {result.count(kind):9} "
+            f"{result.kernel:16} {result.launch.target:6} {name:38} {result.count(kind):9} "
             f"{result.count('ex2'):4} {result.shared_bytes / 1024:4.0f} KiB {result.registers:9} "
             f"{result.spilled_bytes:7}"
         )
