@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from flashcourse.attention.ahead import DTYPES, ITEMSIZE, needs_of
 from flashcourse.attention.decode_kernels import decode_kernel
 from flashcourse.attention.decode_tuning import decode_entry, tiles_of_entry
-from flashcourse.attention.flash_launch import compiler_options
+from flashcourse.attention.flash_plan import compiler_options
 from flashcourse.attention.tuning import bucket_of
 
 

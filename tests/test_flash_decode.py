@@ -291,7 +291,7 @@ def test_pages_may_be_shared_and_a_table_row_expanded() -> None:
 def test_an_impossible_length_on_a_gpu_gives_nan_and_spares_its_neighbours() -> None:
     """The kernel's own guard; on a CPU the arguments are checked before it."""
     from flashcourse.attention.decode_launch import launch_decode
-    from flashcourse.attention.flash_launch import FlashOptions
+    from flashcourse.attention.flash_sizes import FlashOptions
 
     inputs = inputs_of(case(40, 33, 20, slack=0), HERE)
     q, k, v, lengths = inputs.contiguous

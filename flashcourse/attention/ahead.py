@@ -107,7 +107,7 @@ def compile_job(job: Job) -> Any:
             "start Python with TRITON_INTERPRET=0"
         )
     from flashcourse.attention.flash_kernels import kernel_for
-    from flashcourse.attention.flash_launch import compiler_options
+    from flashcourse.attention.flash_plan import compiler_options
 
     function = kernel_for(job.kernel, job.tiles, job.tiles.tma and not _grouped_kv(job))
     target = (

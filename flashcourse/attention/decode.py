@@ -102,7 +102,7 @@ def _launch(
     num_splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flashcourse.attention.decode_launch import launch_decode
-    from flashcourse.attention.flash_launch import FlashOptions
+    from flashcourse.attention.flash_sizes import FlashOptions
 
     options = FlashOptions(scale, left, 0, softcap)
     return launch_decode(q, k, v, block_table, cache_seqlens, options, num_splits)

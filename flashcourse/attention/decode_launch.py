@@ -11,17 +11,10 @@ import torch
 from flashcourse import runtime
 from flashcourse.attention.decode_kernels import decode_kernel, merge_splits_kernel
 from flashcourse.attention.decode_tuning import choose_splits, decode_tiles, forced_decode
-from flashcourse.attention.flash_launch import (
-    FlashOptions,
-    Launch,
-    _factors,
-    _launches,
-    _layout,
-    _needs_int64,
-    _remember,
-    _widened,
-)
+from flashcourse.attention.flash_launch import _launches, _layout, _remember, _widened
 from flashcourse.attention.flash_machine import check_machine
+from flashcourse.attention.flash_plan import Launch
+from flashcourse.attention.flash_sizes import FlashOptions, factors, needs_int64
 from flashcourse.attention.tuning import Tiles, bucket_of
 
 MERGE_TILES = Tiles(1, 16, 4, 1)  # rows, parts at a time, warps, stages
@@ -106,7 +99,7 @@ def _plan(
 
     left = options.left
     left = None if left is None or left >= capacity - 1 else left
-    scale, cap_in, cap_out = _factors(options)
+    scale, cap_in, cap_out = factors(options)
     num_rows = batch * heads * seq_q
     if num_splits == 1:
         out_strides = (0, *out.stride())
@@ -124,7 +117,7 @@ def _plan(
         **size, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k,
         "PAGED": block_table is not None, "PAGE_SIZE": 0 if block_table is None else slots,
         "HAS_LEFT": left is not None, "SOFTCAP": options.softcap is not None,
-        "NEGATE": scale < 0, "WIDE": _needs_int64(tiles, k, v),
+        "NEGATE": scale < 0, "WIDE": needs_int64(tiles, k, v),
     }  # fmt: skip
     decode = DecodeLaunch(decode_kernel, "decode", tiles, programs * num_splits, numbers, constants)
     if num_splits == 1:

@@ -152,7 +152,8 @@ class _FlashInTransforms(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
-        from flashcourse.attention.flash_launch import FlashOptions, launch_forward
+        from flashcourse.attention.flash_launch import launch_forward
+        from flashcourse.attention.flash_sizes import FlashOptions
 
         return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, FlashOptions(*options))
 
@@ -163,7 +164,8 @@ class _FlashInTransforms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        from flashcourse.attention.flash_launch import FlashOptions, launch_backward
+        from flashcourse.attention.flash_launch import launch_backward
+        from flashcourse.attention.flash_sizes import FlashOptions
 
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         if d_out is None:
@@ -200,7 +202,8 @@ def _flash_forward(
     right: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashcourse.attention.flash_launch import FlashOptions, launch_forward
+    from flashcourse.attention.flash_launch import launch_forward
+    from flashcourse.attention.flash_sizes import FlashOptions
 
     options = FlashOptions(scale, left, right, softcap)
     return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
@@ -227,7 +230,8 @@ def _flash_backward(
     right: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from flashcourse.attention.flash_launch import FlashOptions, launch_backward
+    from flashcourse.attention.flash_launch import launch_backward
+    from flashcourse.attention.flash_sizes import FlashOptions
 
     options = FlashOptions(scale, left, right, softcap)
     return launch_backward(d_out, d_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, options)

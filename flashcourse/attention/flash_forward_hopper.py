@@ -93,7 +93,7 @@ def visit_tile(
     PAIRED: under a causal mask a program takes the tiles of a head in pairs, one from the end,
     which sees the most keys, and one from the beginning. All pairs are equally much work.
     """
-    num_items, num_tiles, heads, section, num_sequences, seq_q, seq_k, left, right = sizes
+    num_items, num_tiles, heads, num_sequences, seq_q, seq_k, left, right = sizes
     if PAIRED:
         item = 2 * (gl.program_id(0) + visit // 2 * gl.num_programs(0)) + visit % 2
         there = item < num_items  # of an odd number the last pair is half
@@ -104,7 +104,7 @@ def visit_tile(
         item = gl.program_id(0) + visit * gl.num_programs(0)
         there = item < num_items
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
-        item, num_items, num_tiles, heads, section, cu_seqlens_q, cu_seqlens_k, num_sequences,
+        item, num_items, num_tiles, heads, 1, cu_seqlens_q, cu_seqlens_k, num_sequences,
         seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT and not PAIRED,
     )  # fmt: skip
     shift = num_keys - num_queries  # query i stands at key i + shift
@@ -211,7 +211,7 @@ def attend_rows(
     k_tiles, v_tiles = tiles
     k_full, v_full = full
     k_empty, v_empty = empty
-    num_items, _, heads, _, _, seq_q, _, left, right = sizes
+    num_items, _, heads, _, seq_q, _, left, right = sizes
     dtype: gl.constexpr = k_tiles.dtype
     warps: gl.constexpr = gl.num_warps()
     share: gl.constexpr = BLOCK_Q // GROUPS
@@ -326,7 +326,7 @@ def flash_forward_hopper_kernel(
 ):  # fmt: skip
     """out and lse of several tiles of queries, of ``num_items`` in all batches and heads.
 
-    The other arguments are ``flash_forward_kernel``'s.
+    The other arguments are ``flash_forward_kernel``'s; ``section`` is not needed here.
     """
     PAIRED: gl.constexpr = HAS_RIGHT and not HAS_LEFT and not VARLEN
     dtype: gl.constexpr = q.dtype.element_ty
@@ -338,7 +338,7 @@ def flash_forward_hopper_kernel(
     k_strides = (stride_kb, stride_kh, stride_kn)
     v_strides = (stride_vb, stride_vh, stride_vn)
     out_strides = (stride_ob, stride_oh, stride_on, stride_od)
-    sizes = (num_items, num_tiles, heads, section, num_sequences, seq_q, seq_k, left, right)
+    sizes = (num_items, num_tiles, heads, num_sequences, seq_q, seq_k, left, right)
     q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, share, BLOCK_D], q_shared)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], kv_shared)

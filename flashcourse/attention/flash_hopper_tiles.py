@@ -2,7 +2,7 @@
 
 Gluon is Triton one floor below: layouts, shared memory, copies and matrix products are written out,
 and a product that was started is waited for where the program says so. ``flash_forward_hopper``
-and ``flash_backward_hopper`` are the same algorithms as ``flash_forward`` and ``flash_backward``,
+and ``flash_backward_*_hopper`` are the same algorithms as ``flash_forward`` and ``flash_backward``,
 which stay the specification; they need Triton 3.6 and a GPU of compute capability 9.
 """
 

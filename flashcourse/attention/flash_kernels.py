@@ -17,12 +17,14 @@ from flashcourse.attention.tuning import Kernel, Tiles
 def kernel_for(name: Kernel, tiles: Tiles, tma: bool) -> Any:
     """The kernel in Gluon where the table asks for it and it can run, else the one in Triton."""
     if tiles.gluon and tma and has_gluon():
-        from flashcourse.attention import flash_backward_hopper, flash_forward_hopper
+        from flashcourse.attention.flash_backward_kv_hopper import flash_backward_kv_hopper_kernel
+        from flashcourse.attention.flash_backward_q_hopper import flash_backward_q_hopper_kernel
+        from flashcourse.attention.flash_forward_hopper import flash_forward_hopper_kernel
 
         return {
-            "forward": flash_forward_hopper.flash_forward_hopper_kernel,
-            "backward_q": flash_backward_hopper.flash_backward_q_hopper_kernel,
-            "backward_kv": flash_backward_hopper.flash_backward_kv_hopper_kernel,
+            "forward": flash_forward_hopper_kernel,
+            "backward_q": flash_backward_q_hopper_kernel,
+            "backward_kv": flash_backward_kv_hopper_kernel,
         }[name]
     return {
         "forward": flash_forward_kernel,

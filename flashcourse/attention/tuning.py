@@ -30,8 +30,8 @@ class Tiles:
     ``block_q`` queries × ``block_k`` keys a tile, ``warps`` per program, ``stages`` tiles in
     flight; ``tma``: the tiles of the loop come through Hopper's copy engine where the layout of
     the tensors allows it; ``registers``: the most a thread may use (NVIDIA), so that more programs
-    share a multiprocessor; ``gluon``: the kernel scheduled by hand (``flash_forward_hopper``,
-    ``flash_backward_hopper``) where the copy engine can read the tensors and Triton is new enough.
+    share a multiprocessor; ``gluon``: the kernel scheduled by hand (``flash_*_hopper``) where the
+    copy engine can read the tensors and Triton is new enough.
     """
 
     block_q: int
@@ -194,7 +194,7 @@ SHORT_TABLES: dict[str, dict[int, dict[str, dict[int, tuple[int, Tiles]]]]] = {
         2: {
             "forward": {
                 64: (2048, _T(64, 64, 4, 3, False, 128)),
-                128: (512, _T(64, 64, 4, 3)),
+                128: (640, _T(64, 64, 4, 3)),
             },
         }
     }
