@@ -8,7 +8,6 @@ is applied to one sequence at a time.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -300,75 +299,3 @@ def _offsets(lengths: tuple[int, ...]) -> list[int]:
     for length in lengths:
         offsets.append(offsets[-1] + length)
     return offsets
-
-
-def random_options(rng: random.Random) -> dict[str, Any]:
-    """Options as a caller might combine them."""
-    options: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        options["is_causal"] = True
-    if rng.random() < 0.4:
-        options["window_size"] = (rng.choice([None, -1, 0, 1, 5, 17, 40, 64, 200]),
-                                  rng.choice([None, -1, 0, 3, 16, 33, 100]))  # fmt: skip
-    if rng.random() < 0.25:
-        options["softcap"] = rng.choice([0.5, 5.0, 30.0])
-    if rng.random() < 0.3:
-        options["scale"] = rng.choice([0.0, -0.2, 1.0, 0.01, -1.0])
-    return options
-
-
-def random_length(rng: random.Random, longest: int) -> int:
-    """Lengths that break kernels: 1, around a block, primes, and any."""
-    known = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 113, 127, 128, 129, 203, 239, 257]
-    length = rng.choice(known) if rng.random() < 0.6 else rng.randint(1, longest)
-    return min(length, longest)
-
-
-def random_case(seed: int, longest: int = 130, largest_head_dim: int = 96) -> Case:
-    """A dense case drawn from a seed."""
-    rng = random.Random(seed)
-    heads_kv = rng.choice([1, 1, 2, 3])
-    square = rng.random() < 0.3
-    seq_q = random_length(rng, longest)
-    head_dims = [d for d in (1, 7, 8, 16, 24, 40, 59, 64, 80, 96, 111, 128, 160, 256)
-                 if d <= largest_head_dim]  # fmt: skip
-    return Case(
-        batch=rng.choice([1, 1, 2]),
-        heads_q=heads_kv * rng.choice([1, 1, 2, 4]),
-        heads_kv=heads_kv,
-        seq_q=seq_q,
-        seq_k=seq_q if square else random_length(rng, longest),
-        head_dim=rng.choice(head_dims),
-        dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]),
-        layout=rng.choice(LAYOUTS),
-        gradient=rng.choice(GRADIENTS),
-        input_scale=rng.choice([0.5, 1.0, 1.0, 5.0]),
-        seed=seed,
-        options=random_options(rng),
-    )
-
-
-def random_varlen_case(seed: int, longest: int = 100, largest_head_dim: int = 64) -> VarlenCase:
-    """A varlen case drawn from a seed, with empty sequences and slack rows."""
-    rng = random.Random(seed)
-    heads_kv = rng.choice([1, 2])
-    number = rng.choice([0, 1, 2, 3, 5])
-
-    def lengths() -> tuple[int, ...]:
-        return tuple(
-            0 if rng.random() < 0.2 else random_length(rng, longest) for _ in range(number)
-        )
-
-    return VarlenCase(
-        lengths_q=lengths(),
-        lengths_k=lengths(),
-        slack_q=rng.choice([0, 0, 1, 70]),
-        slack_k=rng.choice([0, 0, 3, 70]),
-        heads_q=heads_kv * rng.choice([1, 2]),
-        heads_kv=heads_kv,
-        head_dim=rng.choice([d for d in (8, 16, 40, 64, 96, 128) if d <= largest_head_dim]),
-        dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]),
-        layout=rng.choice(["dense", "transposed", "fused", "strided_columns"]),
-        seed=seed,
-        options=random_options(rng),
-    )

@@ -14,8 +14,6 @@ from flash_cases import (
     VarlenCase,
     delta_floor,
     problems,
-    random_case,
-    random_varlen_case,
     varlen_problems,
 )
 
@@ -104,11 +102,6 @@ def test_any_strides_of_the_gradient(gradient: str) -> None:
     assert problems(case(33, 40, gradient=gradient, layout="fused", is_causal=True), HERE) == []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random(seed: int) -> None:
-    assert problems(random_case(seed, longest=70, largest_head_dim=80), HERE) == []
-
-
 VARLEN = [
     VarlenCase(),
     VarlenCase((3, 0, 65, 1), (5, 7, 0, 1), slack_q=3, slack_k=2, heads_q=4, heads_kv=2),
@@ -124,21 +117,6 @@ VARLEN = [
 @pytest.mark.parametrize("one", VARLEN, ids=lambda one: f"{one.lengths_q}-{one.lengths_k}")
 def test_varlen_table(one: VarlenCase) -> None:
     assert varlen_problems(one, HERE) == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_varlen_random(seed: int) -> None:
-    assert varlen_problems(random_varlen_case(seed, longest=50, largest_head_dim=40), HERE) == []
-
-
-@pytest.mark.needs_gpu
-@pytest.mark.parametrize("block", range(20))
-def test_random_on_a_gpu(block: int) -> None:
-    found = []
-    for seed in range(1000 + 50 * block, 1050 + 50 * block):
-        found += problems(random_case(seed, 300, 256), "cuda")
-        found += varlen_problems(random_varlen_case(seed, 300, 128), "cuda")
-    assert found == []
 
 
 def test_negative_control_the_judge_rejects_wrong_results() -> None:
