@@ -262,7 +262,7 @@ def test_errors_have_their_owner():
 
 def test_an_opponent_that_dies_is_the_grader_s_fault(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHCOURSE_QUESTIONS", "small_lab.race")
-    monkeypatch.setenv("PYTHONPATH", str(small_lab.TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(small_lab.TESTS), prepend=os.pathsep)
     settings = Settings(0, choose_sandbox("auto"), Limits(seconds=60))
     with Rivals(tmp_path, settings) as rivals:
         with rivals.at(QUESTION, CHECK, Gate(None)) as opponent:
