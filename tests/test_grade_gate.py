@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_a_measurement_waits_for_others_and_is_not_overtaken(tmp_path):
 
 def test_an_answer_at_work_stands_still_while_another_is_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHCOURSE_QUESTIONS", "small_lab.race")
-    monkeypatch.setenv("PYTHONPATH", str(small_lab.TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(small_lab.TESTS), prepend=os.pathsep)
     gate, other = Gate(tmp_path / "gate"), Gate(tmp_path / "gate")
     case = next(iter(CHECK.cases(torch.Generator().manual_seed(0))))
     with Workshop(tmp_path / "w", choose_sandbox("auto"), Limits(seconds=3), gate) as workshop:

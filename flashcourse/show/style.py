@@ -19,9 +19,7 @@ _RC: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": "medium",
-    "axes.titlelocation": "left",
     "font.size": 10,
-    "legend.frameon": False,
 }
 
 
