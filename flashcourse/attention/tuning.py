@@ -3,7 +3,8 @@
 A table, not a search: the first call of a kernel costs one compilation and no timing runs, every
 run uses the same tiles, and so gives the same bits. Where a row comes from is said beside it:
 
-- *measured*: the fastest of ``python -m flashcourse bench --tune`` on the GPU that is named;
+- *measured*: the fastest of ``python -m flashcourse bench --tune`` on the GPU that is named (of
+  ``--tune-length 512`` where a query sees few keys);
 - *by size*: the largest tiles of the measured shape that fit the chip's shared memory without
   spilling registers, as the ahead-of-time compiler reports it (``flashcourse.attention.ahead``).
 """

@@ -54,6 +54,9 @@ def bench(
     tune: Annotated[
         bool, typer.Option(help="Instead, look for the fastest tiles of the course's kernels.")
     ] = False,
+    tune_length: Annotated[
+        int, typer.Option(min=1, help="At this length; 512 for the tiles where keys are few.")
+    ] = 4096,
 ) -> None:
     """Compare attention kernels: correctness first, then time, in turns.
 
@@ -93,7 +96,7 @@ def bench(
     if tune:
         from flashcourse.bench.tune import tune as find_tiles
 
-        find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"])
+        find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"], seq=tune_length)
         return
 
     from flashcourse.bench import charts, report

@@ -21,6 +21,7 @@ import torch
 
 from flashcourse.attention import flash_attention, naive_attention
 from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, bucket_of, force_tiles
+from flashcourse.bench.race import LEAD
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
@@ -60,7 +61,9 @@ def candidates(kernel: Kernel, head_dim: int, dtype: str, hopper: bool) -> Itera
             blocks = (walked, owned) if kernel == "backward_kv" else (owned, walked)
             tiles = Tiles(*blocks, warps, stages, tma, registers)
             yield Candidate(kernel, head_dim, dtype, tiles)
-            if tma and stages == 2 and owned >= 16 * warps and bucket_of(head_dim) in (64, 128):
+            # Gluon's forward divides 128 queries between two groups of warps.
+            enough = owned == 128 if kernel == "forward" else owned == 64
+            if tma and stages == 2 and warps == 4 and enough and bucket_of(head_dim) in (64, 128):
                 yield Candidate(kernel, head_dim, dtype, replace(tiles, gluon=True))
 
 
@@ -77,15 +80,15 @@ def run_once(candidate: Candidate, batch: int, heads: int, seq: int) -> dict[boo
                 with torch.no_grad():
                     times[is_causal] = time_ms(
                         lambda c=is_causal: flash_attention(q, k, v, is_causal=c),  # type: ignore[misc]
-                        repeats=10,
-                    )
+                        repeats=10, clear_l2=True, lead=LEAD,
+                    )  # fmt: skip
                 continue
             leaves = [t.requires_grad_() for t in (q, k, v)]
             out = flash_attention(*leaves, is_causal=is_causal)
             times[is_causal] = time_ms(
                 lambda o=out, x=leaves: torch.autograd.grad(o, x, d_out, retain_graph=True),  # type: ignore[misc]
-                repeats=10,
-            )
+                repeats=10, clear_l2=True, lead=LEAD,
+            )  # fmt: skip
     return times
 
 
