@@ -254,6 +254,8 @@ def _tutorial(
         raise LeftOut("the tutorial has square shapes without a window only")
     if shape.heads != shape.heads_kv:
         raise LeftOut("the tutorial has no grouped heads")
+    if shape.dtype != "float16":
+        raise LeftOut("the tutorial computes in float16 only")
     try:
         module = _load_tutorial(path)
     except ImportError as error:
