@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 from solution_answers import SOLUTIONS, changed_answer
-from test_grading_kernels_forward import rejected
+from test_grading_kernels_forward import SEEDS, rejected
 
 from flashcourse.grading import find_question, mark
 
@@ -16,6 +16,12 @@ STOP = "tl.maximum(first_query + BLOCK_Q + seq_k - seq_q, 0)"
 BEGIN = "tl.maximum(first_key - (seq_k - seq_q), 0)"
 DK = 'dk_j = tl.dot(dst.to(q_i.dtype), q_i, dk_j, input_precision="ieee")'
 DQ = 'dq_i = tl.dot(ds.to(k_j.dtype), k_j, dq_i, input_precision="ieee")'
+DP = 'tl.dot(do_i, tl.trans(v_j), input_precision="ieee")'
+DPT = 'tl.dot(v_j, tl.trans(do_i), input_precision="ieee")'
+S = 'tl.dot(q_i, tl.trans(k_j), input_precision="ieee") * scale'
+ST = 'tl.dot(k_j, tl.trans(q_i), input_precision="ieee") * scale'
+LSE = "tl.load(lse + row, mask=rows < seq_q, other=0.0)"
+SHAPE = "    batch, heads, seq_q, head_dim = q.shape\n"
 DELTA = "delta = (do.float() * out.float()).sum(-1)"
 SIZES = '"BLOCK_Q": block if q.is_cuda else 64, "BLOCK_K": block if q.is_cuda else 64,'
 DEFAULT = "def flash_backward(q, k, v, out, lse, do, is_causal=False)"
@@ -69,6 +75,16 @@ WRONG_BACKWARD = {
     "dk summed in float16": ([(DK, DK + HALF)], "float16 accumulator"),
     "dq summed in float16": ([(DQ, DQ + HALF)], "float16 accumulator"),
     "delta in float16": ([(DELTA, "delta = (do * out).sum(-1).float()")], "delta in float16"),
+    "dP in float16 for dk": ([(DPT, DPT + HALF)], "dP in float16"),
+    "dP in float16 for dq": ([(DP, DP + HALF)], "dP in float16"),
+    "scores in float16 for dk": ([(ST, f"({ST}){HALF}")], "scores in float16"),
+    "scores in float16 for dq": ([(S, f"({S}){HALF}")], "scores in float16"),
+    "lse in float16 for dq": ([(LSE, LSE + HALF)], "lse in float16"),
+    "delta stored in float16": ([(DELTA, f"{DELTA}.to(q.dtype).float()")], None),
+    "do clipped": ([(SHAPE, f"    do = do.clamp(-10, 10)\n{SHAPE}")], None),
+    "do clipped in place": (
+        [(SHAPE, f"    do.clamp_(-10, 10) if 0 not in do.stride() else None\n{SHAPE}")], None,
+    ),
     "no more than 512 queries": (
         [("in range(begin, seq_q, BLOCK_Q)", "in range(begin, tl.minimum(seq_q, 512), BLOCK_Q)")],
         None,
@@ -126,6 +142,9 @@ def test_a_row_sum_by_einsum_is_told_where_bmm_comes_from(tmp_path):
 
 NEW_DELTA = "torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)"
 WRONG_DELTA = {
+    "do clipped": (
+        [("    batch, heads, seq,", "    do = do.clamp(-10, 10)\n    batch, heads, seq,")], None,
+    ),
     "stored in float16": (
         [(NEW_DELTA, NEW_DELTA.replace("torch.float32", "out.dtype"))],
         "delta stored in the inputs' dtype",
@@ -188,6 +207,9 @@ def copies_in_ctx(ctx, q, *others):
 KEPT = []
 WRONG_ATTENTION = {
     "strides of the inputs ignored": {"prepare": lambda *inputs: map(dense, inputs)},
+    "do clipped": {"sent": lambda do: do.clamp(-10, 10)},
+    "a copy of q": {"prepare": lambda q, k, v: (q.clone(), k, v)},
+    "copies of all": {"prepare": lambda *inputs: (t.clone() for t in inputs)},
     "strides of do ignored": {
         "sent": lambda do: dense(do.contiguous() if 0 in do.stride() else do)
     },
@@ -211,8 +233,9 @@ def test_a_function_causal_by_default_is_named():
     )
 
 
-def test_contiguous_copies_may_be_kept():
-    answer = function(prepare=lambda *inputs: (t.contiguous().clone() for t in inputs))
+def test_contiguous_inputs_may_be_kept():
+    """Where an input is not contiguous that is a copy, and the kernels may need it."""
+    answer = function(prepare=lambda *inputs: (t.contiguous() for t in inputs))
     assert mark(find_question("lab5.attention"), answer, seed=0).passed
 
 
@@ -232,6 +255,37 @@ TEMPORARY = {
 def test_what_is_dropped_again_is_not_kept(what):
     verdict = mark(find_question("lab5.attention"), function(**TEMPORARY[what]), seed=1)
     assert verdict.passed, verdict
+
+
+# How others write the products of the backward, each with roundings of its own.
+BASE_2 = "(scale * 1.4426950408889634)"
+ROUNDED = {
+    "q scaled in float16, base 2": [
+        (S, f'tl.dot((q_i * {BASE_2}).to(q_i.dtype), tl.trans(k_j), input_precision="ieee")'
+         " * 0.6931471805599453"),
+        (ST, f'tl.dot(k_j, tl.trans((q_i * {BASE_2}).to(q_i.dtype)), input_precision="ieee")'
+         " * 0.6931471805599453"),
+    ],
+    "k scaled in float16": [
+        (S, 'tl.dot(q_i, tl.trans((k_j * scale).to(k_j.dtype)), input_precision="ieee")'),
+        (ST, 'tl.dot((k_j * scale).to(k_j.dtype), tl.trans(q_i), input_precision="ieee")'),
+    ],
+    "P in float16 for dS": [
+        ("ds = p * (", "ds = p.to(q_i.dtype) * ("), ("dst = pt * (", "dst = pt.to(q_i.dtype) * ("),
+    ],
+    "dS scaled": [
+        ("ds = p * (dp - delta_i[:, None])", "ds = p * (dp - delta_i[:, None]) * scale"),
+        ("dq_i * scale", "dq_i"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+def test_roundings_that_are_right(what, tmp_path):
+    answer = changed_backward(tmp_path, ROUNDED[what])
+    for seed in range(SEEDS):
+        verdict = mark(find_question("lab5.flash_backward"), answer, seed)
+        assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("sides", [(16, 128), (128, 16)])

@@ -20,6 +20,7 @@ STOP = "tl.maximum(first_query + BLOCK_Q + seq_k - seq_q, 0)"
 VISIBLE = "visible = keys[None, :] < seq_k\n"
 TILES = "block_q, block_k = 64, 64  # the"
 DEFAULT = "def flash_forward(q, k, v, is_causal=False)"
+SUM = "l = rescale * l + tl.sum(p, 1)"
 CACHED = (
     "    {name} = {make}\n",
     "    cache = flash_forward.__dict__.setdefault('cache', {{}})\n"
@@ -62,6 +63,13 @@ WRONG_FORWARD = {
         [("        visible = keys[None", "        s = s.to(q_i.dtype).to(tl.float32)\n"
           "        visible = keys[None")],
         "scores in float16",
+    ),
+    "the sum in float16": (
+        [(SUM, SUM + "\n        l = l.to(q_i.dtype).to(tl.float32)")], "the sum in float16",
+    ),
+    "lse through float16": (
+        [("row_of_out, lse_i", "row_of_out, lse_i.to(q_i.dtype).to(tl.float32)")],
+        "lse rounded to float16",
     ),
     "no more than 320 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 320)\n")], None),
     "one tile of 512 keys": (

@@ -52,6 +52,7 @@ def _with(change: Callable[[torch.Tensor], torch.Tensor], which: str) -> Answer:
 
 
 Keep = Callable[..., torch.Tensor]
+Step = Callable[..., torch.Tensor]
 
 
 def _dense(
@@ -209,6 +210,44 @@ def _half_accumulator(which: str, everywhere: bool, block: int) -> Answer:
     return answer
 
 
+def _half_step(which: str, **step: Any) -> Answer:
+    """For float16 inputs, a step rounds to float16 in the kernel that makes these gradients."""
+
+    def answer(*args: torch.Tensor, is_causal: bool = False) -> Gradients:
+        right = RIGHT(*args, is_causal=is_causal)
+        if args[0].dtype != torch.float16:
+            return right
+        half = _adapt(partial(tiled_backward, **step), 64, 64)(*args, is_causal=is_causal)
+        dq, dk, dv = (h if n in which else r for n, h, r in zip(NAMES, half, right, strict=True))
+        return dq, dk, dv
+
+    return answer
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.half().float()
+
+
+def _with_half_lse(s: torch.Tensor, visible: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    lse = torch.where(lse == -math.inf, 0.0, lse).half().float()
+    return torch.exp(s.masked_fill(~visible, -math.inf) - lse)
+
+
+def _half_in_base_2(s: torch.Tensor) -> torch.Tensor:
+    return (s * math.log2(math.e)).half().float() * math.log(2)
+
+
+def _in_some_kernel(name: str, explanation: str, **steps: tuple[Step, ...]) -> Mistake:
+    """A step that rounds, in all kernels or in one of them."""
+    first, *others = (
+        _half_step(which, **{key: step})
+        for key, choices in steps.items()
+        for step in choices
+        for which in ("dq dk dv", "dq", "dk dv")
+    )
+    return Mistake(name, explanation, first, tuple(others))
+
+
 def _half_delta(*args: torch.Tensor, is_causal: bool = False) -> Gradients:
     """For float16 inputs, products and sum of delta in float16."""
     tiled: Answer = tiled_backward
@@ -293,6 +332,25 @@ MISTAKES = (
         "the products and the sum that make delta overflow above 65,504. Cast both factors to "
         "float32 before they are multiplied.",
         _half_delta,
+    ),
+    _in_some_kernel(
+        "dP in float16",
+        "dP was rounded to float16, which has no odd numbers above 2,048, before delta was "
+        "subtracted from it: what is left may be smaller than a step. tl.dot returns float32; "
+        "keep it, and cast dS.",
+        products=(_half,),
+    ),
+    _in_some_kernel(
+        "scores in float16",
+        "the scores were rounded to float16, whose steps are 1 above 1,024: exp(s − lse) is then "
+        "wrong by up to e^0.5. tl.dot returns float32; keep it.",
+        scores=(_half, _half_in_base_2),
+    ),
+    _in_some_kernel(
+        "lse in float16",
+        "lse was rounded to float16, whose steps are 1 above 1,024: exp(s − lse) is then wrong by "
+        "up to e^0.5. lse is float32; keep it so.",
+        probabilities=(_with_half_lse,),
     ),
     Mistake(
         "v read with k's strides",

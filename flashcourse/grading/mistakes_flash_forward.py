@@ -11,7 +11,13 @@ import torch
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
 from flashcourse.grading.mistakes_tiled_forward import tiled_forward
 from flashcourse.grading.question import Answer, Mistake
-from flashcourse.grading.triton_work import from_first_entry, on_cpu, read_with, tiled_mistake
+from flashcourse.grading.triton_work import (
+    TILES,
+    from_first_entry,
+    on_cpu,
+    read_with,
+    tiled_mistake,
+)
 
 
 def _adapt(answer: Answer, block_q: int, block_k: int) -> Answer:
@@ -115,6 +121,26 @@ def _half_accumulator(everywhere: bool, block_q: int, block_k: int) -> Answer:
     return answer
 
 
+def _half_step(block_k: int, **step: Any) -> Answer:
+    """For float16 inputs, a step of the tiled forward that rounds to float16."""
+
+    def answer(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = step if q.dtype == torch.float16 else {}
+        return _adapt(partial(tiled_forward, **steps), 64, block_k)(q, k, v, is_causal)
+
+    return answer
+
+
+def _half_sum(factor: torch.Tensor, l: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return (factor * l + p.sum(dim=-1, keepdim=True)).half().float()
+
+
+def _half_log(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:
+    return (m + torch.log(l)).half().float()
+
+
 def _in_tf32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> Any:
     return RIGHT(*((t if t.dtype == torch.float16 else _tf32(t)) for t in (q, k, v)), is_causal)
 
@@ -214,6 +240,19 @@ MISTAKES = (
         "65,504 and loses digits at every tile. m, l and o live in float32.",
         _FIRST,
         tuple(_OTHERS),
+    ),
+    Mistake(
+        "the sum in float16",
+        "l was kept in float16, or in the inputs' dtype: above 256 it moves in steps of a quarter. "
+        "m, l and o live in float32.",
+        _half_step(64, new_sum=_half_sum),
+        tuple(_half_step(block_k, new_sum=_half_sum) for block_k in TILES[1:]),
+    ),
+    Mistake(
+        "lse rounded to float16",
+        "lse passed through the inputs' dtype, which keeps three digits of it; the backward takes "
+        "exp(s − lse), where they are missing. It is float32 from the sum to the store.",
+        _half_step(64, log_sum_exp=_half_log),
     ),
     Mistake(
         "products in TF32",

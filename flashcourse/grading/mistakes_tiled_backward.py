@@ -50,6 +50,8 @@ def tiled_backward(
     gradient_of_scores: Step = lambda p, dp, delta: p * (dp - delta),
     dv_weights: Step = lambda p, ds: p,
     score_scale: Step = lambda scale: scale,
+    scores: Step = lambda s: s,
+    products: Step = lambda dp: dp,
     dq_scale: Step = lambda scale: scale,
     dk_scale: Step = lambda scale: scale,
     add_q: Step = torch.add,
@@ -70,13 +72,14 @@ def tiled_backward(
         for key in range(0, key_stop(seq_k, block_k), block_k):
             columns = slice(key, min(key + block_k, seq_k))
             k_j, v_j = k[:, :, columns], v[:, :, columns]
-            s = q_i @ k_j.transpose(-2, -1) * score_scale(scale)
+            s = scores(q_i @ k_j.transpose(-2, -1) * score_scale(scale))
             seen = torch.ones(s.shape[-2:], dtype=torch.bool)
             if is_causal:
                 i, j = torch.arange(rows.start, rows.stop), torch.arange(key, columns.stop)
                 seen = visible(i[:, None], j, seq_q, seq_k)
             p = probabilities(s, seen, lse[:, :, rows, None])
-            ds = rounded(gradient_of_scores(p, do_i @ v_j.transpose(-2, -1), delta[:, :, rows]))
+            dp = products(do_i @ v_j.transpose(-2, -1))
+            ds = rounded(gradient_of_scores(p, dp, delta[:, :, rows]))
             dq[:, :, rows] = add_q(dq[:, :, rows], ds @ k_j * dq_scale(scale))
             dk_j = ds.transpose(-2, -1) @ q_i * dk_scale(scale)
             dk[:, :, columns] = add_k(dk[:, :, columns], dk_j)

@@ -45,15 +45,21 @@ def allowed_errors(
 ) -> tuple[float, ...]:
     """The errors that any right float32 backward may make, however it is written.
 
-    P = exp(s − lse) is off by the rounding of its exponent, relative to itself: a few
-    ``eps · (|s| + |lse|)``. What is made of P inherits that, relative to its
-    :func:`gradient_sizes`.
+    What is made of P inherits its :func:`error_of_p`, relative to its :func:`gradient_sizes`.
+    """
+    unit = error_of_p(q, k, lse)
+    sizes = gradient_sizes(q, k, v, out, do, is_causal)
+    return tuple(unit * max(size.max().item(), 1e-3) for size in sizes)
+
+
+def error_of_p(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> float:
+    """The error that P = exp(s − lse) may have relative to itself: that of its exponent.
+
+    It is a few ``eps · (|s| + |lse|)``.
     """
     seen = lse != -math.inf
     exponent = forward.largest_score(q, k) + (lse[seen].abs().max().item() if seen.any() else 0.0)
-    unit = 16 * EPS * (4 + exponent)
-    sizes = gradient_sizes(q, k, v, out, do, is_causal)
-    return tuple(unit * max(size.max().item(), 1e-3) for size in sizes)
+    return 16 * EPS * (4 + exponent)
 
 
 def gradient_sizes(
@@ -99,17 +105,19 @@ def _judge(case: Case, observation: Observation) -> str | None:
 Draw = Callable[[torch.Generator], Iterator[Case]]
 
 
-def _with_gradient(generator: torch.Generator, case: Case) -> Case:
+def _with_gradient(generator: torch.Generator, case: Case, scale: float = 1.0) -> Case:
     q, k, v = case.args
     out, lse = forward.reference(q, k, v, case.kwargs["is_causal"])
-    do = normal(generator, *q.shape)
+    do = normal(generator, *q.shape, scale=scale)
     return Case(case.description, (q, k, v, out.float(), lse.float(), do), case.kwargs)
 
 
-def _from(draw: Draw) -> Draw:
+def _from(draw: Draw, scale: float = 1.0) -> Draw:
+    """The cases of the forward, with a do of this scale."""
+
     def cases(generator: torch.Generator) -> Iterator[Case]:
         for case in draw(generator):
-            yield _with_gradient(generator, case)
+            yield _with_gradient(generator, case, scale)
 
     return cases
 
@@ -162,7 +170,7 @@ QUESTION = Question(
         Check(
             "dq, dk and dv over tiles, ragged ends included", _from(forward.ragged_cases), _judge
         ),
-        Check("scores × 1, × 5 and × 40", _from(forward.scale_cases), _judge),
+        Check("scores × 1, × 5 and × 40, do × 100", _from(forward.scale_cases, scale=100), _judge),
         Check("rows far above and below 0", _from(forward.level_cases), _judge),
         Check("gradients of a group of query heads add up", _from(_grouped), _judge),
         Check("causal: no gradient from a later key", _from(forward.causal_cases), _judge),

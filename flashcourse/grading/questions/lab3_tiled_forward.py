@@ -36,10 +36,19 @@ def reference(
     return out
 
 
-def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
-    """The largest Σ|q_i k_i| · scale: what the rounding error of a score is relative to."""
+def row_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The largest Σ|q_i k_i| · scale of every query: what the error of its scores is relative to.
+
+    Returns:
+        ``(batch, heads_q, seq_q)``.
+    """
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (q.abs() @ keys.abs().transpose(-2, -1)).max().item() * q.shape[-1] ** -0.5
+    return (q.abs() @ keys.abs().transpose(-2, -1)).amax(dim=-1) * q.shape[-1] ** -0.5
+
+
+def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
+    """The largest of :func:`row_scores`."""
+    return row_scores(q, k).max().item()
 
 
 def _judge(case: Case, observation: Observation) -> str | None:

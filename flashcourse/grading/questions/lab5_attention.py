@@ -74,10 +74,11 @@ class _Held(AllocationWatch):
 
 
 def _call_counting_kept(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-    """How many numbers are kept for the backward, each storage once, and how many for longer.
+    """How many numbers are kept for the backward beside q, k and v, and how many for longer.
 
     Kept is what autograd saves, and all else that was made in the forward and still exists, save
-    for out itself: attributes of ctx and global variables too.
+    for out itself: attributes of ctx and global variables too. Each storage counts once, that of
+    an input not at all: the caller holds it. A copy of an input is memory of its own.
     """
     kept: dict[int, int] = {}
 
@@ -98,13 +99,10 @@ def _call_counting_kept(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> d
         linked, result = out.grad_fn is not None, out.detach().clone()
         others.pop(out.untyped_storage()._cdata, None)
     del out
+    for tensor in leaves:
+        kept.pop(tensor.untyped_storage()._cdata, None)
     count = sum((others | kept).values())
     return {"kept": count, "left": sum(watch.held(0).values()), "linked": linked, "out": result}
-
-
-def _needed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """q, k, v, out and lse."""
-    return 2 * q.numel() + k.numel() + v.numel() + q.shape[:3].numel()
 
 
 # What is right ------------------------------------------------------------------------------
@@ -132,12 +130,13 @@ def _judge_kept(case: Case, observation: Observation) -> str | None:
     if not seen["linked"]:
         return "out has no grad_fn: autograd does not know how it was made"
     q, k, v, _ = case.args
-    needed = _needed(q, k, v)
-    if seen["kept"] > needed + MORE * q.shape[:3].numel():
+    rows = q.shape[:3].numel()
+    if seen["kept"] > q.numel() + (1 + MORE) * rows:
         return (
-            f"{seen['kept']:,} numbers are kept for the backward; q, k, v, out and lse are "
-            f"{needed:,}. The whole score matrix has {q.shape[2]}×{k.shape[2]} = "
-            f"{q.shape[2] * k.shape[2]:,}"
+            f"{seen['kept']:,} numbers are kept for the backward beside q, k and v; out and lse "
+            f"are {q.numel() + rows:,}. A copy of q, k and v has "
+            f"{q.numel() + k.numel() + v.numel():,}, the whole score matrix {q.shape[2]}×"
+            f"{k.shape[2]} = {q.shape[2] * k.shape[2]:,}"
         )
     if seen["left"] > q.shape[2]:
         return (
@@ -159,12 +158,12 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
 # The inputs -------------------------------------------------------------------------------------
 
 
-def _with_do(draw: forward.Draw, sums: bool = False) -> forward.Draw:
-    """The case of the forward with a gradient of out behind its inputs."""
+def _with_do(draw: forward.Draw, sums: bool = False, scale: float = 1.0) -> forward.Draw:
+    """The case of the forward with a gradient of out, of this scale, behind its inputs."""
 
     def cases(generator: torch.Generator) -> Iterator[Case]:
         for case in draw(generator):
-            *args, _, _, do = backward.with_gradient(generator, case).args
+            *args, _, _, do = backward.with_gradient(generator, case, scale).args
             gradient = torch.ones_like(do) if sums else do
             yield Case(case.description, (*args, gradient), case.kwargs)
 
@@ -255,7 +254,12 @@ QUESTION = Question(
     id="lab5.attention",
     points=4,
     checks=(
-        Check("out and the gradients of q, k and v", _with_do(_plain), _judge, call_differentiated),
+        Check(
+            "out and the gradients of q, k and v",
+            _with_do(_plain, scale=100),
+            _judge,
+            call_differentiated,
+        ),
         Check(
             "a query that sees no key: 0 and gradient 0",
             _with_do(_empty),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from flashcourse.grading.draw import normal, strided
+from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import judge_tensors
 from flashcourse.grading.mistakes_flash_backward import MISTAKES, RIGHT
 from flashcourse.grading.question import Answer, Case, Check, Observation, Question
@@ -56,6 +57,37 @@ def judge(case: Case, observation: Observation) -> str | None:
     return judge_tensors(lab3.NAMES, observation.output, expected, allowed, (q.dtype,) * 3)
 
 
+def _judge_cancelling(case: Case, observation: Observation) -> str | None:
+    """Judge a float16 case whose products and sums are exact in float32, before P and after.
+
+    Beside the error of any float32 backward there is that of P, dS and the result, half an eps of
+    each, that of the given out, and that of scores whose q or k was scaled in float16. All are
+    relative to dS itself, not to dP and delta, which cancel.
+    """
+    q, k, v, out, lse, do = (t.detach().cpu().double() for t in case.args)
+    expected = lab3.reference(q, k, v, do, False)
+    exact, _ = lab3_forward.reference(q, k, v, False)
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp(q @ k.mT * scale - lse[..., None])
+    ds = p * (do @ v.mT - (do * exact).sum(-1, keepdim=True))
+    unit = 1.5 * EPS16 + max(_moved(q, k, scale), _moved(k, q, scale))
+    of_ds = unit * ds.abs() + p * (do * (out - exact)).abs().sum(-1, keepdim=True)
+    half = (of_ds @ k.abs() * scale, of_ds.mT @ q.abs() * scale, unit * p.mT @ do.abs())
+    sizes = lab3.gradient_sizes(q, k, v, out, do, False)
+    in_float32 = lab3.error_of_p(q, k, lse)
+    allowed = [a + in_float32 * size for a, size in zip(half, sizes, strict=True)]
+    return judge_tensors(lab3.NAMES, observation.output, expected, allowed, (torch.float16,) * 3)
+
+
+def _moved(scaled: torch.Tensor, other: torch.Tensor, scale: float) -> float:
+    """How far a score moves if one factor is scaled, for base e or 2, in float16."""
+    factors = (scale, scale * math.log2(math.e))
+    return max(
+        lab3_forward.largest_score(other, scaled - (scaled * factor).half().double() / factor)
+        for factor in factors
+    )
+
+
 def _judge_own_work(case: Case, observation: Observation) -> str | None:
     return judge_own_kernel(observation, tensors=6)
 
@@ -63,20 +95,20 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
 # The inputs: those of the forward, with its right result and a gradient -------------------------
 
 
-def with_gradient(generator: torch.Generator, case: Case) -> Case:
-    """The case of the forward with out, lse and do behind its inputs."""
+def with_gradient(generator: torch.Generator, case: Case, scale: float = 1.0) -> Case:
+    """The case of the forward with out, lse and do behind its inputs; do has this scale."""
     q, k, v = case.args
     is_causal = case.kwargs.get("is_causal", False)
     out, lse = lab3_forward.reference(q.cpu(), k.cpu(), v.cpu(), is_causal)
-    do = normal(generator, *q.shape, dtype=q.dtype)
+    do = normal(generator, *q.shape, scale=scale, dtype=q.dtype)
     rest = (here(out.to(q.dtype)), here(lse.float()), here(do))
     return Case(case.description, (q, k, v, *rest), case.kwargs)
 
 
-def _from(draw: forward.Draw) -> forward.Draw:
+def _from(draw: forward.Draw, scale: float = 1.0) -> forward.Draw:
     def cases(generator: torch.Generator) -> Iterator[Case]:
         for case in draw(generator):
-            yield with_gradient(generator, case)
+            yield with_gradient(generator, case, scale)
 
     return cases
 
@@ -164,6 +196,34 @@ def _half_sums(generator: torch.Generator) -> Iterator[Case]:
     yield Case(f"{case.description}, float16", (*rest, do), case.kwargs)
 
 
+def _cancelling(generator: torch.Generator) -> Iterator[Case]:
+    """Where float16 keeps no units: dP at 4,097 ± 1, then scores near 1,276.
+
+    In the first case all scores are 0, and dP − delta is 1 or −1. In the second the first factor
+    of a score loses nothing if it is scaled in float16: 71.4375 / 4 · log2(e) has few bits too.
+    """
+    case = forward.draw_case(generator, 9, 64, note="dP 4,096 or 4,098")
+    q, k, v = case.args
+    q[..., 1:], k[..., 0], k[..., 1] = 0, 0, 1
+    q[..., 0] = q[..., 0].abs() + 1
+    order = torch.randperm(k.shape[2], generator=generator)
+    v.zero_()
+    v[..., 0], v[..., 1] = 64, 1
+    v[..., 2] = here(torch.where(order % 2 == 0, 1.0, -1.0))
+    *rest, do = with_gradient(generator, as_half(case)).args
+    do.zero_()
+    do[..., 0], do[..., 1:3] = 64, 1
+    yield Case(f"{case.description}, float16", (*rest, do), case.kwargs)
+    case = forward.draw_case(generator, 6, integer(generator, 5, 8), note="scores near 1,276")
+    for t in case.args:
+        t.copy_((8 * t).round() / 8)
+    q, k, _ = case.args
+    q[..., 0], k[..., 0] = 71.4375, 71.4375
+    case = with_gradient(generator, as_half(case))
+    *rest, do = case.args
+    yield Case(case.description, (*rest, (8 * do).round() / 8), case.kwargs)
+
+
 def _ours(generator: torch.Generator) -> Iterator[Case]:
     yield from _from(forward.own_work_cases)(generator)
 
@@ -174,7 +234,11 @@ QUESTION = Question(
     checks=(
         Check("dq, dk and dv over many tiles", _from(forward.tile_cases), judge),
         Check("any length: 1, primes, a block and one more", _from(forward.ragged_cases), judge),
-        Check("scores × 1, × 5 and × 40, rows far from 0", _from(forward.scale_cases), judge),
+        Check(
+            "scores × 1, × 5 and × 40, rows far from 0, do × 100",
+            _from(forward.scale_cases, scale=100),
+            judge,
+        ),
         Check("gradients of a group of query heads add up", _from(_grouped), judge),
         Check("causal: no gradient from a later key", _from(forward.causal_cases), judge),
         Check("causal with more keys than queries", _from(forward.longer_key_cases), judge),
@@ -192,6 +256,7 @@ QUESTION = Question(
         ),
         Check("float16", _from(_half), judge),
         Check("float16, with sums in float32", _half_sums, judge),
+        Check("float16 in, scores and dP in float32", _cancelling, _judge_cancelling),
         new_tensors_check(_from(forward.small_cases)),
         Check(
             "memory does not grow with the score matrix",
