@@ -64,6 +64,14 @@ WRONG_FORWARD = {
           "        visible = keys[None")],
         "scores in float16",
     ),
+    **{
+        f"one maximum for the tile, {side} × {side}": (
+            [("tl.max(s, 1)", "tl.max(tl.max(s, 1), 0)"),
+             (TILES, f"block_q, block_k = {side}, {side}  # the")],
+            "one maximum for the whole tile",
+        )
+        for side in (16, 64)
+    },
     "the sum in float16": (
         [(SUM, SUM + "\n        l = l.to(q_i.dtype).to(tl.float32)")], "the sum in float16",
     ),

@@ -14,6 +14,7 @@ from flashcourse.grading.mistakes_tiled_backward import tiled_backward
 from flashcourse.grading.question import Answer, Mistake
 from flashcourse.grading.triton_work import (
     TILES,
+    either,
     from_first_entry,
     on_cpu,
     read_with,
@@ -134,13 +135,6 @@ def _begins_a_query_late(i, j, seq_q, seq_k, block_q, block_k, is_causal):
 
 def _kept(name: str, explanation: str, **kept: Any) -> Mistake:
     return tiled_mistake(Mistake(name, explanation, partial(_dense, **kept)), _adapt)
-
-
-def _either(*mistakes: Mistake) -> Mistake:
-    """One mistake that shows in several ways."""
-    first, *others = mistakes
-    more = tuple(answer for other in others for answer in (other.answer, *other.variants))
-    return Mistake(first.name, first.explanation, first.answer, first.variants + more)
 
 
 def softmax_attention(
@@ -292,7 +286,7 @@ MISTAKES = (
         "every block of keys adds to dq: give the old sum to tl.dot, or use +=.",
         kept_for_q=_last_keys,
     ),
-    _either(
+    either(
         *(
             _kept(
                 "dk and dv overwritten by each block of queries",

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
-from flashcourse.grading.mistakes_tiled_forward import tiled_forward
+from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
 from flashcourse.grading.triton_work import (
     TILES,
+    either,
     from_first_entry,
     on_cpu,
     read_with,
@@ -166,7 +167,13 @@ def whole_matrix(
 
 
 RIGHT = _adapt(partial(tiled_forward), 32, 32)
-_LEFT_OUT = ("no max subtraction", "float16 accumulator", "scores of whole rows in memory")
+_LEFT_OUT = (
+    "no max subtraction",
+    ONE_MAXIMUM,
+    "float16 accumulator",
+    "scores of whole rows in memory",
+)
+_OF_LAB_3 = {m.name: m for m in TILED_MISTAKES}
 _FIRST, *_OTHERS = (
     _half_accumulator(everywhere, q, k)
     for everywhere in (False, True)
@@ -190,6 +197,16 @@ MISTAKES = (
         pivot=torch.zeros_like,
         new_sum=lambda factor, l, p: l + p.sum(dim=-1, keepdim=True),
         new_out=lambda factor, o, pv, l: o + pv,
+    ),
+    either(
+        *(
+            _own(
+                ONE_MAXIMUM,
+                _OF_LAB_3[ONE_MAXIMUM].explanation,
+                highest=partial(tile_max, padded=padded),
+            )
+            for padded in (True, False)
+        )
     ),
     _own(
         "scale from the padded head_dim",

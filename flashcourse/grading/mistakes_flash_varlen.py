@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
-from flashcourse.grading.mistakes_tiled_forward import tiled_forward
+from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
 from flashcourse.grading.triton_work import from_first_entry, on_cpu, tiled_mistake
 
@@ -187,46 +187,15 @@ def _rounded_scores(dtype: torch.dtype | None, q: torch.Tensor, *rest: Any) -> t
     return by_document(_attend(forward, 32, 32), q, *rest)
 
 
-def one_maximum(
-    block_q: int,
-    block_k: int,
-    padded: bool,
-    is_causal: bool,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> torch.Tensor:
-    """All rows of a tile have one running maximum; ``padded`` ones, whose scores are 0, with them.
-
-    A row whose sum is 0 comes out as NaN.
-    """
-    group, seq = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    out = torch.empty_like(q)
-    for first in range(0, seq, block_q):
-        q_i = q[:, :, first : first + block_q]
-        rows = q_i.shape[2]
-        q_i = torch.nn.functional.pad(q_i, (0, 0, 0, block_q - rows if padded else 0))
-        i = first + torch.arange(q_i.shape[2])[:, None]
-        m = torch.full((*q.shape[:2], 1, 1), -math.inf)
-        l, o = torch.zeros(*q_i.shape[:3], 1), torch.zeros_like(q_i)
-        for key in range(0, min(first + block_q, seq) if is_causal else k.shape[2], block_k):
-            s = q_i @ k[:, :, key : key + block_k].mT * q.shape[-1] ** -0.5
-            if is_causal:
-                s = s.masked_fill(key + torch.arange(s.shape[-1]) > i, -math.inf)
-            m_new = torch.maximum(m, s.amax(dim=(2, 3), keepdim=True))
-            p, factor = torch.exp(s - m_new), torch.exp(m - m_new)
-            l = factor * l + p.sum(dim=-1, keepdim=True)
-            o = factor * o + p @ v[:, :, key : key + block_k]
-            m = m_new
-        out[:, :, first : first + rows] = (o / l)[:, :, :rows]
-    return out
-
-
 def _starting_at(start: float, *, guarded: bool = False) -> Answer:
     """m starts at a number; ``guarded`` divides by 1 where the sum is 0."""
     options: dict[str, Any] = {} if guarded else {"finish": lambda o, l: o / l}
     return _adapt(partial(tiled_forward, start=start, **options), 32, 32)
+
+
+def _one_maximum(*, padded: bool, **steps: Any) -> Answer:
+    """All rows of a tile share it, those past the end too where it is padded."""
+    return partial(tiled_forward, highest=partial(tile_max, padded=padded), **steps)
 
 
 def _any_of(name: str, explanation: str, answers: Iterable[Answer]) -> Mistake:
@@ -235,6 +204,7 @@ def _any_of(name: str, explanation: str, answers: Iterable[Answer]) -> Mistake:
     return Mistake(name, explanation, first, tuple(others))
 
 
+_OF_LAB_3 = {m.name: m for m in TILED_MISTAKES}
 _FROM_LAB_3 = (
     "the accumulator is not rescaled",
     "the sum is not rescaled",
@@ -290,12 +260,13 @@ MISTAKES = (
         (_starting_at(0.0, guarded=True),),
     ),
     _any_of(
-        "one maximum for the whole tile",
-        "each row has a maximum of its own: tl.max(s, 1). Where another row's is far higher, every "
-        "exp(s − m) underflows; rows past the end, whose scores are 0, count as others.",
+        ONE_MAXIMUM,
+        _OF_LAB_3[ONE_MAXIMUM].explanation,
         (
-            partial(by_document, partial(one_maximum, tile, tile, padded, True))
-            for tile, padded in itertools.product((32, 16, 64, 128), (True, False))
+            _adapt(_one_maximum(padded=padded, **finish), tile, tile)
+            for tile in (32, 16, 64, 128)
+            for padded in (True, False)
+            for finish in ({"finish": lambda o, l: o / l}, {})
         ),
     ),
     _any_of(

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from flashcourse.grading.mistakes_flash_varlen import one_maximum
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
-from flashcourse.grading.mistakes_tiled_forward import tiled_forward
+from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
 from flashcourse.grading.triton_work import from_first_entry, on_cpu
 
@@ -132,8 +131,9 @@ def _one_maximum(tile: int, padded: bool) -> Answer:
         group = q.shape[1] // k.shape[1]
         rows = max(16, 1 << (group - 1).bit_length())
         q_i = q.view(1, k.shape[1], group, q.shape[3])
-        out = one_maximum(rows, tile or page_size, padded, False, q_i, k, v)
-        return out.nan_to_num(0.0).view(q.shape)
+        highest = partial(tile_max, padded=padded)
+        out, _ = tiled_forward(q_i, k, v, False, rows, tile or page_size, highest=highest)
+        return out.view(q.shape)
 
     return partial(_decode, attend=attend)
 
@@ -272,7 +272,7 @@ MISTAKES = (
         _in_order,
     ),
     Mistake(
-        "one maximum for the whole tile",
+        ONE_MAXIMUM,
         "each head has a maximum of its own: tl.max(s, 1). Where another head's is far higher, "
         "every exp(s − m) underflows; rows past the group, whose scores are 0, count as others.",
         _one_maximum(TILES[0], True),

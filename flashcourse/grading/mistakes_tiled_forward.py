@@ -35,6 +35,16 @@ def _repeated(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.repeat_interleave(group, dim=1)
 
 
+def _row_max(s: torch.Tensor, missing: int) -> torch.Tensor:
+    return s.amax(dim=-1, keepdim=True)
+
+
+def tile_max(s: torch.Tensor, missing: int, *, padded: bool = False) -> torch.Tensor:
+    """One maximum for all rows; with ``padded`` rows that do not exist count, with scores of 0."""
+    top = s.amax(dim=(-2, -1), keepdim=True)
+    return top.clamp(min=0.0) if padded and missing else top
+
+
 def tiled_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,6 +60,7 @@ def tiled_forward(
     visible: Step = _visible,
     hidden: float = -math.inf,
     start: float = -math.inf,
+    highest: Step = _row_max,  # of the scores and of how many rows the tile has too few
     pivot: Step = _finite,
     new_sum: Step = lambda factor, l, p: factor * l + p.sum(dim=-1, keepdim=True),
     new_out: Step = lambda factor, o, pv, l: factor * o + pv,
@@ -74,7 +85,7 @@ def tiled_forward(
             if is_causal:
                 i, j = torch.arange(rows.start, rows.stop), key + torch.arange(s.shape[-1])
                 s = s.masked_fill(~visible(i[:, None], j, seq_q, seq_k), hidden)
-            m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+            m_new = torch.maximum(m, highest(s, block_q - len(rows)))
             safe = pivot(m_new)
             p, factor = torch.exp(s - safe), torch.exp(m - safe)
             l = new_sum(factor, l, p)
@@ -135,6 +146,8 @@ def _mean_of_tiles(
     return total / max(count, 1), lse
 
 
+ONE_MAXIMUM = "one maximum for the whole tile"
+
 MISTAKES = (
     _mistake(
         "the accumulator is not rescaled",
@@ -157,6 +170,13 @@ MISTAKES = (
         "where all scores are far below 0, every exp(s − 0) underflows. The maximum of nothing is "
         "−inf.",
         start=0.0,
+    ),
+    Mistake(
+        ONE_MAXIMUM,
+        "each row has a maximum of its own, along the keys. Where another row's is far higher, "
+        "every exp(s − m) underflows; rows past the end, whose scores are 0, count as others.",
+        partial(tiled_forward, highest=tile_max),
+        (partial(tiled_forward, highest=lambda s, missing: s.amax()),),
     ),
     _mistake(
         "scale missing",

@@ -25,6 +25,7 @@ DEPENDS = {
     "the sum is not rescaled": "k",
     "divided by the sum in every tile": "k",
     "the mean of each tile's own softmax": "k",
+    "one maximum for the whole tile": "qk",
     "the last keys are dropped": "k",
     "the last queries are dropped": "q",
     "the causal loop stops a tile early": "qk",
@@ -207,6 +208,13 @@ def tiled_mistake(mistake: Mistake, adapt: Callable[[Answer, int, int], Answer])
         for block_k in _sides("k", mistake)
     )
     return Mistake(mistake.name, mistake.explanation, first, tuple(others))
+
+
+def either(*mistakes: Mistake) -> Mistake:
+    """One mistake that shows in several ways."""
+    first, *others = mistakes
+    more = tuple(answer for other in others for answer in (other.answer, *other.variants))
+    return Mistake(first.name, first.explanation, first.answer, first.variants + more)
 
 
 def _sides(which: str, mistake: Mistake) -> tuple[int, ...]:

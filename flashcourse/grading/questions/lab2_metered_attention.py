@@ -177,7 +177,7 @@ def _small(generator: torch.Generator) -> Iterator[Case]:
 def _extremes(generator: torch.Generator) -> Iterator[Case]:
     """Scores of ±1,000 in every row, the lowest in the first block of keys and in the last.
 
-    Then rows that lie near −1,000 throughout, and rows near 1,000.
+    Then rows that lie near −1,000 throughout, rows near 1,000 and rows near 200.
     """
     block_q, block_k = integer(generator, 3, 5), integer(generator, 4, 6)
     for first in (-1, 1, 0):
@@ -188,7 +188,7 @@ def _extremes(generator: torch.Generator) -> Iterator[Case]:
         q[..., 0], k[..., 0] = level, -first * level
         k[:, :, :block_k, 0] = first * level
         if not first:
-            k[..., 0], q[:, :, ::2, 0] = level, -level
+            k[..., 0], q[:, :, ::3, 0], q[:, :, 2::3, 0] = level, -level, level / 5
         yield case
 
 
@@ -220,6 +220,7 @@ def _wrong(
     alpha_o: Callable[[Tile], Tile] = lambda alpha: alpha,
     alpha_l: Callable[[Tile], Tile] = lambda alpha: alpha,
     scaled: bool = True,
+    largest: Callable[[Tile], Tile] = lambda s: s.amax(dim=-1, keepdim=True),
     pivot: Callable[[Tile], Tile] = lambda m: m,
     start: float = -math.inf,
     all_blocks: bool = True,
@@ -260,7 +261,7 @@ def _wrong(
                     if scores_stored:
                         hbm.store(scores, (*head, rows, columns), s)
                         s = hbm.load(scores, (*head, rows, columns))
-                    new_m = pivot(torch.maximum(m, s.amax(dim=-1, keepdim=True)))
+                    new_m = pivot(torch.maximum(m, largest(s)))
                     p = torch.exp(s - new_m)
                     alpha = torch.exp(m - new_m)
                     l = alpha_l(alpha) * l + p.sum(dim=-1, keepdim=True)
@@ -333,6 +334,12 @@ QUESTION = Question(
             "no maximum subtracted",
             "exp overflows for scores above 88.7, and infinity over infinity is NaN.",
             _wrong(pivot=torch.zeros_like),
+        ),
+        Mistake(
+            "one maximum for the whole tile",
+            "each row has a maximum of its own, along the keys. Where another row's is far higher, "
+            "every exp(s − m) underflows to 0, and 0/0 is NaN.",
+            _wrong(largest=lambda s: s.amax()),
         ),
         Mistake(
             "m starts at a finite number",

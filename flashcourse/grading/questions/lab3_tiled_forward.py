@@ -132,12 +132,13 @@ def scale_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def level_cases(generator: torch.Generator) -> Iterator[Case]:
-    """All scores of a row near 300, or all near −300."""
-    case = draw_case(generator, 14, integer(generator, 17, 23), (8, 8), note="rows near ±300")
+    """All scores of a row near 300, near −300 or near 60."""
+    note = "rows near 300, −300 and 60"
+    case = draw_case(generator, 14, integer(generator, 17, 23), (8, 8), note=note)
     q, k, _ = case.args
     level = (300 * q.shape[-1] ** 0.5) ** 0.5
     q[..., 0], k[..., 0] = level, level
-    q[..., 1::2, 0] = -level
+    q[..., 1::3, 0], q[..., 2::3, 0] = -level, level / 5
     yield case
 
 

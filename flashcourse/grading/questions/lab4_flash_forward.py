@@ -190,11 +190,12 @@ def scale_cases(generator: torch.Generator) -> Iterator[Case]:
             key = k[0, 0, -3]
             q[0, 0, 0] = key * 100 * q.shape[-1] ** 0.5 / (key @ key)
         yield Case(f"{case.description}, scores × {scale}", case.args, case.kwargs)
-    case = draw_case(generator, 14, integer(generator, 35, 47), note="rows near ±300")
+    note = "rows near 300, −300 and 60"
+    case = draw_case(generator, 14, integer(generator, 35, 47), note=note)
     q, k, _ = case.args
     level = (300 * q.shape[-1] ** 0.5) ** 0.5
     q[..., 0], k[..., 0] = level, level
-    q[..., 1::2, 0] = -level
+    q[..., 1::3, 0], q[..., 2::3, 0] = -level, level / 5
     yield case
 
 
