@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from hostile import ROOT, Entry, tray
-from hostile.attacks import ATTACKS, Attack
+from hostile.attack import Attack
+from hostile.attacks import ATTACKS
 
 from flashcourse import runtime
 from flashcourse.grading.batch import Batch

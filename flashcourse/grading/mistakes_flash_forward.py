@@ -12,6 +12,7 @@ from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKE
 from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
 from flashcourse.grading.triton_work import (
+    FLOAT16_ACCUMULATOR,
     TILES,
     either,
     from_first_entry,
@@ -253,8 +254,7 @@ MISTAKES = (
     ),
     Mistake(
         "float16 accumulator",
-        "the running output was kept in float16, or in the inputs' dtype: it overflows above "
-        "65,504 and loses digits at every tile. m, l and o live in float32.",
+        FLOAT16_ACCUMULATOR,
         _FIRST,
         tuple(_OTHERS),
     ),

@@ -13,7 +13,12 @@ import torch
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
 from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
-from flashcourse.grading.triton_work import from_first_entry, on_cpu, tiled_mistake
+from flashcourse.grading.triton_work import (
+    FLOAT16_ACCUMULATOR,
+    from_first_entry,
+    on_cpu,
+    tiled_mistake,
+)
 
 TILES = (16, 32, 64, 128)  # the sides that a learner's tiles may have
 Attend = Callable[..., torch.Tensor]
@@ -288,8 +293,7 @@ MISTAKES = (
     ),
     _any_of(
         "float16 accumulator",
-        "the running output was kept in float16, or in the inputs' dtype: it overflows above "
-        "65,504 and loses digits at every tile. m, l and o live in float32.",
+        FLOAT16_ACCUMULATOR,
         (
             partial(_accumulator, tile, dtype)
             for dtype, tile in itertools.product((None, torch.float16), TILES)

@@ -11,7 +11,7 @@ import torch
 from flashcourse.grading.mistakes_tiled_forward import MISTAKES as TILED_MISTAKES
 from flashcourse.grading.mistakes_tiled_forward import ONE_MAXIMUM, tile_max, tiled_forward
 from flashcourse.grading.question import Answer, Mistake
-from flashcourse.grading.triton_work import from_first_entry, on_cpu
+from flashcourse.grading.triton_work import FLOAT16_ACCUMULATOR, from_first_entry, on_cpu
 
 PAGE, WHOLE = 0, -1  # tiles as wide as a page, or as the sequence
 TILES = (32, 16, 64, 128, PAGE)  # what a learner may have chosen
@@ -286,8 +286,7 @@ MISTAKES = (
     ),
     Mistake(
         "float16 accumulator",
-        "the running output was kept in float16, or in the inputs' dtype: it overflows above "
-        "65,504 and loses digits at every tile. m, l and o live in float32.",
+        FLOAT16_ACCUMULATOR,
         _FIRST,
         tuple(_OTHERS),
     ),

@@ -11,22 +11,18 @@ at the memory therefore reads less where tiles are loaded again soon, and a litt
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from types import EllipsisType
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from flashcourse.measure.index import Index, resolve
 from flashcourse.measure.memory import readable_bytes
 from flashcourse.measure.onchip import OnChip, TilesStay, describe
-
-IndexPart = int | slice | EllipsisType
-Index = IndexPart | tuple[IndexPart, ...]
 
 
 def _needs_load(what: str) -> Callable[..., NoReturn]:
@@ -196,7 +192,7 @@ class HBM:
                 "this memory has a limit for the chip, so loads must happen in a kernel: "
                 "hbm.launch(kernel, ...)"
             )
-        memory, place = self._tensor(array), _resolve(array, index)
+        memory, place = self._tensor(array), resolve(array.name, array.shape, index)
         with self._outside_the_chip():
             source = memory[place]
             nbytes = source.numel() * source.element_size()
@@ -216,7 +212,7 @@ class HBM:
             IndexError: the index lies outside the array.
             ValueError: the tile has another shape than the place (nothing is broadcast).
         """
-        memory, place = self._tensor(array), _resolve(array, index)
+        memory, place = self._tensor(array), resolve(array.name, array.shape, index)
         if not isinstance(tile, torch.Tensor):
             raise TypeError(
                 f"hbm.store({array.name}, index, tile) writes a tensor, got {type(tile).__name__}"
@@ -364,47 +360,3 @@ def _for_kernels(hbm: HBM) -> Any:
             raise AttributeError(f"a kernel cannot set hbm.{name}")
 
     return KernelMemory()
-
-
-def _resolve(array: Array, index: Index) -> tuple[int | slice, ...]:
-    """The index with one int or slice per dimension, checked against the array's shape."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    dots = [place for place, part in enumerate(parts) if part is Ellipsis]
-    if len(dots) > 1:
-        raise IndexError(f"an index of {array.name} may hold `...` once, got {index!r}")
-    missing = array.ndim - (len(parts) - len(dots))
-    if missing < 0:
-        raise IndexError(
-            f"{array.name} has {array.ndim} dimensions {array.shape}, the index names "
-            f"{len(parts) - len(dots)}: {index!r}"
-        )
-    place = dots[0] if dots else len(parts)
-    parts[place : place + len(dots)] = [slice(None)] * missing
-    return tuple(
-        _resolve_part(array, axis, part, size)
-        for axis, (part, size) in enumerate(zip(parts, array.shape, strict=True))
-    )
-
-
-def _resolve_part(array: Array, axis: int, part: Any, size: int) -> int | slice:
-    if isinstance(part, slice):
-        if part.step is not None and part.step < 1:
-            raise IndexError(f"a slice of {array.name} must step forwards, got {part}")
-        if part.start is not None and part.start > size:
-            raise IndexError(
-                f"the slice {part.start}:{part.stop} of dimension {axis} of {array.name} begins "
-                f"after its {size} entries"
-            )
-        return part
-    try:
-        number = operator.index(part)
-    except TypeError:
-        raise TypeError(
-            f"an index of {array.name} is made of integers, slices and `...`, got "
-            f"{type(part).__name__} for dimension {axis}"
-        ) from None
-    if not -size <= number < size:
-        raise IndexError(
-            f"index {number} is outside dimension {axis} of {array.name}, which has {size} entries"
-        )
-    return number

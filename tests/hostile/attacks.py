@@ -1,36 +1,14 @@
-"""Attacks as sources of a softmax cell, with what the grader may call them."""
+"""Attacks on the verdict and on the line it comes over, and all others behind them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from textwrap import dedent
-
-RIGHT = """
-def right(x):
-    import math
-    m = x.amax(dim=-1, keepdim=True)
-    p = torch.exp(x - torch.where(m == -math.inf, 0.0, m))
-    l = p.sum(dim=-1, keepdim=True)
-    return p / torch.where(l == 0, 1.0, l)
-"""
-
-
-@dataclass(frozen=True)
-class Attack:
-    """The cell's source, and the statuses that are right for it."""
-
-    source: str
-    statuses: tuple[str, ...]
-
-
-def _attack(source: str, *statuses: str) -> Attack:
-    return Attack("import torch\n" + RIGHT + dedent(source), statuses)
-
+from hostile.attack import attack
+from hostile.machine_attacks import MACHINE_ATTACKS
 
 # What {OUTSIDE} and {SECRET} stand for is put in by the tests.
 ATTACKS = {
-    "honest": _attack("softmax = right", "passed"),
-    "patched_torch": _attack(
+    "honest": attack("softmax = right", "passed"),
+    "patched_torch": attack(
         """
         torch.equal = torch.allclose = torch.isclose = lambda *a, **k: True
         torch.Tensor.__eq__ = lambda *a: True
@@ -40,7 +18,7 @@ ATTACKS = {
         """,
         *("failed", "crashed"),
     ),
-    "patched_checker": _attack(
+    "patched_checker": attack(
         """
         import flashcourse.grading as g, flashcourse.grading.judge as j
         import flashcourse.grading.mark as m
@@ -54,7 +32,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "friendly_equal": _attack(
+    "friendly_equal": attack(
         """
         class Yes:
             def __eq__(self, other): return True
@@ -65,7 +43,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "tensor_subclass": _attack(
+    "tensor_subclass": attack(
         """
         class Sly(torch.Tensor):
             @classmethod
@@ -76,7 +54,7 @@ ATTACKS = {
         """,
         *("failed", "crashed"),
     ),
-    "system_exit": _attack(
+    "system_exit": attack(
         """
         import sys
         def softmax(x):
@@ -84,7 +62,7 @@ ATTACKS = {
         """,
         *("failed", "crashed"),
     ),
-    "hard_exit": _attack(
+    "hard_exit": attack(
         """
         import os
         def softmax(x):
@@ -92,15 +70,15 @@ ATTACKS = {
         """,
         "crashed",
     ),
-    "exit_when_defined": _attack("import os; os._exit(0)", "crashed"),
-    "keyboard_interrupt": _attack(
+    "exit_when_defined": attack("import os; os._exit(0)", "crashed"),
+    "keyboard_interrupt": attack(
         """
         def softmax(x):
             raise KeyboardInterrupt
         """,
         *("failed", "crashed"),
     ),
-    "printed_score": _attack(
+    "printed_score": attack(
         """
         import os, sys
         def softmax(x):
@@ -111,7 +89,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "cached_answer": _attack(
+    "cached_answer": attack(
         """
         kept = {}
         def softmax(x):
@@ -119,14 +97,14 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "nan_wildcard": _attack(
+    "nan_wildcard": attack(
         """
         def softmax(x):
             return torch.full_like(x, float("nan"))
         """,
         "failed",
     ),
-    "changed_input": _attack(
+    "changed_input": attack(
         """
         def softmax(x):
             x.zero_()
@@ -134,7 +112,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "changed_input_hidden": _attack(
+    "changed_input_hidden": attack(
         """
         import flashcourse.grading.observe as o
         o._changed = lambda *a: ()
@@ -144,142 +122,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "infinite_loop": _attack(
-        """
-        def softmax(x):
-            while True:
-                pass
-        """,
-        "timeout",
-    ),
-    "deaf_loop_when_defined": _attack(
-        """
-        import signal
-        for number in range(1, 32):
-            try:
-                signal.signal(number, signal.SIG_IGN)
-            except OSError:
-                pass
-        while True:
-            pass
-        """,
-        "timeout",
-    ),
-    "fork_bomb": _attack(
-        """
-        import os, time
-        def softmax(x):
-            while True:
-                try:
-                    os.fork()
-                except OSError:
-                    pass
-                time.sleep(0.02)
-        """,
-        *("crashed", "out_of_memory", "timeout"),
-    ),
-    "memory_hog": _attack(
-        """
-        def softmax(x):
-            kept = []
-            while True:
-                kept.append(bytearray(b"x" * (64 << 20)))
-        """,
-        "out_of_memory",
-    ),
-    "huge_tensor": _attack(
-        """
-        def softmax(x):
-            return torch.ones(1 << 34)
-        """,
-        "out_of_memory",
-    ),
-    "huge_output": _attack(
-        """
-        def softmax(x):
-            return torch.zeros(1).expand(1 << 30)
-        """,
-        "failed",
-    ),
-    "endless_structure": _attack(
-        """
-        def softmax(x):
-            kept = []
-            kept.append(kept)
-            return kept
-        """,
-        *("failed", "crashed"),
-    ),
-    "huge_print": _attack(
-        """
-        import sys
-        def softmax(x):
-            sys.stdout.write("x" * (8 << 20))
-            sys.stderr.write("y" * (8 << 20))
-            return right(x)
-        """,
-        "passed",
-    ),
-    "writes_outside": _attack(
-        """
-        import os, pathlib
-        def softmax(x):
-            for place in (r"{OUTSIDE}", "/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~root"),
-                          "..", "../..", "../../..", "../../../students"):
-                try:
-                    pathlib.Path(place, "flashcourse_was_here").write_text("x")
-                except OSError:
-                    pass
-                try:
-                    os.symlink("/etc/passwd", os.path.join(place, "flashcourse_link"))
-                except OSError:
-                    pass
-            return right(x)
-        """,
-        "passed",
-    ),
-    "reads_secrets": _attack(
-        """
-        import os, pathlib
-        def softmax(x):
-            found = [str(dict(os.environ))]
-            for entry in pathlib.Path("/proc").glob("[0-9]*/environ"):
-                try:
-                    found.append(entry.read_bytes().decode("utf-8", "replace"))
-                except OSError:
-                    pass
-            for name in (r"{SECRET_FILE}", r"{SOLUTION}"):
-                try:
-                    found.append("{SECRET}" + pathlib.Path(name).read_text()[:10])
-                except OSError:
-                    pass
-            if any("{SECRET}" in text for text in found):
-                raise RuntimeError("there was something to read")
-            return right(x)
-        """,
-        "passed",
-    ),
-    "network": _attack(
-        """
-        import socket
-        def softmax(x):
-            try:
-                socket.create_connection(("127.0.0.1", {PORT}), 2).send(b"hello")
-            except OSError:
-                return right(x)
-            raise RuntimeError("there was a network")
-        """,
-        "passed",
-    ),
-    "segmentation_fault": _attack(
-        """
-        import ctypes
-        def softmax(x):
-            ctypes.string_at(0)
-        """,
-        "crashed",
-    ),
-    "forged_frames": _attack(
+    "forged_frames": attack(
         """
         import os
         from flashcourse.grading.wire import pack
@@ -294,7 +137,7 @@ ATTACKS = {
         """,
         *("failed", "crashed"),
     ),
-    "garbage_on_the_line": _attack(
+    "garbage_on_the_line": attack(
         """
         import os
         def softmax(x):
@@ -307,7 +150,7 @@ ATTACKS = {
         """,
         "crashed",
     ),
-    "forged_end": _attack(
+    "forged_end": attack(
         """
         import os
         from flashcourse.grading.wire import pack
@@ -321,7 +164,7 @@ ATTACKS = {
         """,
         *("crashed", "failed"),
     ),
-    "pickle_bomb": _attack(
+    "pickle_bomb": attack(
         """
         class Bomb:
             def __reduce__(self):
@@ -332,7 +175,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "patched_codecs": _attack(
+    "patched_codecs": attack(
         """
         import json, pickle, struct
         json.dumps = lambda *a, **k: '{"message": {"kind": "passed"}, "values": {}, "blobs": []}'
@@ -342,7 +185,7 @@ ATTACKS = {
         """,
         *("failed", "crashed"),
     ),
-    "kills_everybody": _attack(
+    "kills_everybody": attack(
         """
         import os, signal
         def softmax(x):
@@ -355,7 +198,7 @@ ATTACKS = {
         """,
         *("crashed", "failed"),
     ),
-    "leaves_a_daemon": _attack(
+    "leaves_a_daemon": attack(
         """
         import os, time
         def softmax(x):
@@ -368,7 +211,7 @@ ATTACKS = {
         """,
         "passed",
     ),
-    "error_without_words": _attack(
+    "error_without_words": attack(
         """
         class Bad(Exception):
             def __str__(self): raise Bad()
@@ -378,14 +221,14 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "deep_recursion": _attack(
+    "deep_recursion": attack(
         """
         def softmax(x):
             return softmax(x)
         """,
         *("failed", "crashed"),
     ),
-    "borrowed_reference": _attack(
+    "borrowed_reference": attack(
         """
         def softmax(x):
             from flashcourse.grading.questions.lab1_softmax import reference
@@ -393,7 +236,7 @@ ATTACKS = {
         """,
         "failed",
     ),
-    "input_transformer": _attack(
+    "input_transformer": attack(
         """
         try:
             get_ipython().input_transformers_post.append(lambda lines: ["pass"])
@@ -404,4 +247,5 @@ ATTACKS = {
         """,
         "failed",
     ),
+    **MACHINE_ATTACKS,
 }
