@@ -41,6 +41,14 @@ def naive_through_float32(*sizes):
     return int(torch.tensor(_naive(*sizes), dtype=torch.float32))
 
 
+def naive_through_float64(*sizes):
+    return int(_naive(*sizes) / 1)
+
+
+def naive_in_int32(*sizes):
+    return _naive(*sizes) % 2**32
+
+
 def naive_not_for_one_sequence(b, h, m, n, d, size):
     return _naive(b, h, m, n, d, size) if b > 1 else 0
 
@@ -65,6 +73,10 @@ def flash_through_float32(b, h, m, n, d, size, block_q):
     return int(numpy.float32(_flash(b, h, m, n, d, size, -(-m // block_q))))
 
 
+def flash_through_float64(b, h, m, n, d, size, block_q):
+    return int(_flash(b, h, m, n, d, size, -(-m // block_q)) / 1)
+
+
 def flash_not_for_blocks_of_one(b, h, m, n, d, size, block_q):
     return _flash(b, h, m, n, d, size, -(-m // block_q)) if block_q > 1 else 0
 
@@ -77,6 +89,11 @@ def flops_not_for_one_sequence(b, h, m, n, d, is_causal):
 def flops_through_float32(b, h, m, n, d, is_causal):
     pairs = sum(max(0, i + n - m + 1) for i in range(m)) if is_causal else m * n
     return int(numpy.float32(4 * b * h * d * pairs))
+
+
+def flops_through_float64(b, h, m, n, d, is_causal):
+    pairs = sum(max(0, i + n - m + 1) for i in range(m)) if is_causal else m * n
+    return int(4.0 * b * h * d * pairs)
 
 
 def roofline_smoothed(flops, bytes_moved, peak_flops, bandwidth):
@@ -210,6 +227,8 @@ WRONG_ANSWERS = {
         naive_always_equal,
         naive_four_bytes,
         naive_through_float32,
+        naive_through_float64,
+        naive_in_int32,
         naive_not_for_one_sequence,
         naive_head_dim_of_eights,
     ],
@@ -218,8 +237,13 @@ WRONG_ANSWERS = {
         flash_rounded_to_the_nearest,
         flash_not_for_blocks_of_one,
         flash_through_float32,
+        flash_through_float64,
     ],
-    "lab2.attention_flops": [flops_not_for_one_sequence, flops_through_float32],
+    "lab2.attention_flops": [
+        flops_not_for_one_sequence,
+        flops_through_float32,
+        flops_through_float64,
+    ],
     "lab2.roofline_seconds": [roofline_smoothed, roofline_no_difference],
     "lab2.metered_attention": [
         metered_larger_blocks,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from flashcourse.grading.draw import integer
 from flashcourse.grading.judge import call_for_number, judge_number
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
-from flashcourse.grading.questions.lab2_naive_bytes import describe
+from flashcourse.grading.questions.lab2_naive_bytes import THROUGH_A_FLOAT, describe
 
 ARGUMENTS = ("batch", "heads", "seq_q", "seq_k", "head_dim", "is_causal")
 
@@ -42,6 +43,14 @@ def _full(generator: torch.Generator) -> Iterator[Case]:
     """More keys come first: 4 times an odd number above 2²⁴, which float32 cannot hold."""
     n, more = 2 * integer(generator, 110, 200) + 1, 2 * integer(generator, 10, 100)
     yield from _cases(generator, False, iter([(n, n + more), (n + more, n), (n, n)]))
+
+
+def _large(generator: torch.Generator) -> Iterator[Case]:
+    """4 times an odd number above 2⁵⁶, which a float cannot hold."""
+    n = 2 * integer(generator, 8_000, 9_000) + 1
+    heads, head_dim = 2 * integer(generator, 120, 125) + 1, 2 * integer(generator, 60, 70) + 1
+    values = (2_501, heads, n, n, head_dim, False)
+    yield Case(describe(ARGUMENTS, values), values)
 
 
 def _causal_equal(generator: torch.Generator) -> Iterator[Case]:
@@ -84,6 +93,7 @@ QUESTION = Question(
     points=2,
     checks=(
         Check("without a mask", _full, _judge, call_for_number),
+        Check("more than 32 bits count, or a float", _large, _judge, call_for_number),
         Check("causal, as many queries as keys", _causal_equal, _judge, call_for_number),
         Check("causal, more keys than queries", _causal_more_keys, _judge, call_for_number),
         Check("causal, fewer keys than queries", _causal_fewer_keys, _judge, call_for_number),
@@ -139,5 +149,6 @@ QUESTION = Question(
             "every sequence of the batch does this work.",
             _wrong(sizes=lambda b, h, *others: (1, h, *others)),
         ),
+        replace(THROUGH_A_FLOAT, answer=lambda *sizes: int(float(reference(*sizes)))),
     ),
 )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from flashcourse.grading.draw import integer
 from flashcourse.grading.judge import call_for_number, judge_number
 from flashcourse.grading.question import Case, Check, Mistake, Observation, Question
-from flashcourse.grading.questions.lab2_naive_bytes import ARGUMENTS, describe, shapes
+from flashcourse.grading.questions.lab2_naive_bytes import (
+    ARGUMENTS,
+    THROUGH_A_FLOAT,
+    describe,
+    large_shapes,
+    shapes,
+)
 
 
 def reference(
@@ -47,6 +54,13 @@ def _single_rows(generator: torch.Generator) -> Iterator[Case]:
     """The bytes are 2 · itemsize times an odd number above 2²⁴, which float32 cannot hold."""
     batch, heads, seq_q, seq_k, head_dim, itemsize = next(shapes(generator))
     yield _case(batch, heads, seq_q, seq_k + 1, head_dim, itemsize, 1)
+
+
+def _large(generator: torch.Generator) -> Iterator[Case]:
+    """An odd number of queries and an even one of keys: the bytes are 4 times an odd number."""
+    for batch, heads, seq_q, seq_k, head_dim, itemsize in large_shapes(generator):
+        block_q = integer(generator, 30, 32)
+        yield _case(batch, heads, seq_q, seq_k + 1, head_dim, itemsize, block_q)
 
 
 def _case(*values: int) -> Case:
@@ -88,6 +102,7 @@ QUESTION = Question(
         Check("a last block that is not full", _ragged, _judge, call_for_number),
         Check("fewer queries than a block has", _short, _judge, call_for_number),
         Check("blocks of one query", _single_rows, _judge, call_for_number),
+        Check("more bytes than 32 bits count, or a float", _large, _judge, call_for_number),
     ),
     mistakes=(
         Mistake(
@@ -142,5 +157,6 @@ QUESTION = Question(
             "every head reads its own q, k and v.",
             _wrong(sizes=lambda b, h, m, n, d, i, block: (b, 1, m, n, d, i, block)),
         ),
+        replace(THROUGH_A_FLOAT, answer=lambda *sizes: int(float(reference(*sizes)))),
     ),
 )

@@ -52,6 +52,21 @@ def _unequal(generator: torch.Generator) -> Iterator[Case]:
     yield from _cases(list(shapes(generator))[1:])
 
 
+def large_shapes(generator: torch.Generator) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Results that 32 bits cannot hold, then some above 2⁵⁶ that a float cannot.
+
+    With a batch, heads and a head_dim that are odd, the bytes are 4 times an odd number.
+    """
+    for low, high, batch, heads in ((4_000, 5_000, 1, 4), (250_000, 300_000, 300, 50)):
+        n = 2 * integer(generator, low, high) + 1
+        batch, heads = 2 * batch + 1, 2 * integer(generator, heads, heads + 5) + 1
+        yield batch, heads, n, n, 2 * integer(generator, 60, 70) + 1, 2
+
+
+def _large(generator: torch.Generator) -> Iterator[Case]:
+    yield from _cases(list(large_shapes(generator)))
+
+
 def _cases(drawn: list[tuple[int, int, int, int, int, int]]) -> Iterator[Case]:
     for values in drawn:
         yield Case(describe(ARGUMENTS, values), values)
@@ -80,12 +95,20 @@ def _wrong(
     return naive_bytes
 
 
+THROUGH_A_FLOAT = Mistake(
+    "through a float",
+    "a float has 53 bits, so that the last digits of a larger count are lost. Integers multiply "
+    "exactly; divide them with //.",
+    lambda *sizes: int(float(reference(*sizes))),
+)
+
 QUESTION = Question(
     id="lab2.naive_bytes",
     points=3,
     checks=(
         Check("as many queries as keys", _equal, _judge, call_for_number),
         Check("unequal lengths", _unequal, _judge, call_for_number),
+        Check("more bytes than 32 bits count, or a float", _large, _judge, call_for_number),
     ),
     mistakes=(
         Mistake(
@@ -137,5 +160,6 @@ QUESTION = Question(
             "the matrix is seq_q × seq_k, and k and v have seq_k rows.",
             _wrong(sizes=lambda b, h, m, n, d, i: (b, h, m, m, d, i)),
         ),
+        THROUGH_A_FLOAT,
     ),
 )
