@@ -46,14 +46,13 @@ KERNELS = {
         "float16",
         [(MASKED, f"s = s.to(q_i.dtype).to(tl.float32)\n        {MASKED}")],
     ),
-    "at most 512 tokens": (
-        "a new token over several pages",
-        [(LENGTH, f"{LENGTH}\n    length = tl.minimum(length, 512)")],
-    ),
-    "at most 99 pages": (
-        "a new token over several pages",
-        [(LENGTH, f"{LENGTH}\n    length = tl.minimum(length, 99 * PAGE_SIZE)")],
-    ),
+    **{
+        f"at most {tokens} tokens": (
+            "a new token over several pages",
+            [(LENGTH, f"{LENGTH}\n    length = tl.minimum(length, {tokens})")],
+        )
+        for tokens in ("512", "1024", "200 * PAGE_SIZE")
+    },
     "out written with q's strides": (
         "any strides",
         [(OUT_STRIDES, OUT_STRIDES.replace("out", "q"))],

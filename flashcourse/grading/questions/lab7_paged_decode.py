@@ -162,7 +162,7 @@ def _case(
 def _several(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [integer(generator, 36, 46)])
     yield _case(generator, [integer(generator, 17, 30), integer(generator, 35, 46)])
-    yield _case(generator, [integer(generator, 513, 530)], page_size=5)  # over 100 pages
+    yield _case(generator, [integer(generator, 1030, 1045)], page_size=5)  # over 200 pages
 
 
 def _page_sizes(generator: torch.Generator) -> Iterator[Case]:
