@@ -13,7 +13,6 @@ from flashcourse.grading.judge import (
     FLOAT32_EPS,
     FORBIDDEN_ATTENTION,
     judge_operators,
-    judge_tensor,
     judge_tensors,
     score_tolerance,
 )
@@ -56,13 +55,26 @@ def _judge(case: Case, observation: Observation) -> str | None:
     size = largest_score(q, k)
     is_causal = case.kwargs.get("is_causal", False)
     allowed = torch.tensor(score_tolerance(size, v.abs().max().item()))
-    if is_causal:  # a query that sees no key gives 0, and no rounding to it
-        empty = torch.arange(q.shape[2])[:, None] < q.shape[2] - k.shape[2]
-        allowed = torch.where(empty, 0.0, allowed)
+    allowed = allowed_of_rows(q, k, v, is_causal, allowed)
     expected = reference(q, k, v, is_causal)
     both = (allowed, score_tolerance(size, 1.0))
     message = judge_tensors(NAMES, observation.output, expected, both, FLOAT32)
     return message or judge_operators(observation, FORBIDDEN_ATTENTION)
+
+
+def allowed_of_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, allowed: torch.Tensor
+) -> torch.Tensor:
+    """What a float32 out may be off by, in the rows where that is less than in ``allowed``.
+
+    A query that sees no key gives 0, and no rounding to it. The weight of a single key is 1: its
+    score cancels, and nothing else may change it.
+    """
+    reach = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    seen = (reach + 1).clamp(min=0) if is_causal else torch.full_like(reach, k.shape[2])
+    one_key = 4 * FLOAT32_EPS * (1 + row_scores(q, k)[..., None]) * v.abs().max()
+    allowed = torch.where(seen == 1, torch.minimum(one_key, allowed), allowed)
+    return torch.where(seen == 0, 0.0, allowed)
 
 
 def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
@@ -71,17 +83,6 @@ def _judge_empty_rows(case: Case, observation: Observation) -> str | None:
         seq_q, seq_k = case.args[0].shape[2], case.args[1].shape[2]
         return f"{message} (queries 0 to {seq_q - seq_k - 1} see no key: out 0, lse −inf)"
     return None
-
-
-def _judge_one_key(case: Case, observation: Observation) -> str | None:
-    """The weight of a single key is 1: its score cancels, and nothing else may change it."""
-    message = _judge(case, observation)
-    if message:
-        return message
-    q, k, v = case.args
-    allowed = 4 * FLOAT32_EPS * (1 + largest_score(q, k)) * v.abs().max().item()
-    out, _ = reference(q, k, v, False)
-    return judge_tensor("out", observation.output[0], out, allowed)
 
 
 # The inputs (the backward's question draws from them too) ---------------------------------------
@@ -269,7 +270,7 @@ QUESTION = Question(
         Check("hidden keys stay hidden below any score", low_score_cases, _judge),
         Check("any strides", layout_cases, _judge),
         Check("scores as large as ±20,000", extreme_cases, _judge),
-        Check("a single key gets the weight 1", one_key_cases, _judge_one_key),
+        Check("a single key gets the weight 1", one_key_cases, _judge),
         Check("one score far above the others", far_apart_cases, _judge),
         Check("not causal if nothing is said", _defaults, _judge),
         fresh_check(_small),

@@ -32,7 +32,7 @@ from flashcourse.grading.triton_work import (
 )
 
 NAMES = ("out", "lse")
-HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100, 111)  # no power of two
+HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100)  # no power of two
 LONG = (4096, 4096) if runtime.has_gpu() else (64, 320)  # lengths with which memory is judged
 
 # What is right ------------------------------------------------------------------------------
@@ -47,8 +47,12 @@ def allowed_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
 def judge(case: Case, observation: Observation) -> str | None:
     """Judge out and lse by the float64 result from the same inputs."""
     q, k, v = (t.detach().cpu() for t in case.args)
-    allowed = (allowed_error(q, k, v), _allowed_of_lse(q, k))
-    expected = lab3.reference(q, k, v, case.kwargs.get("is_causal", False))
+    is_causal = case.kwargs.get("is_causal", False)
+    allowed_of_out = torch.tensor(allowed_error(q, k, v))
+    if q.dtype == torch.float32:
+        allowed_of_out = lab3.allowed_of_rows(q, k, v, is_causal, allowed_of_out)
+    allowed = (allowed_of_out, _allowed_of_lse(q, k))
+    expected = lab3.reference(q, k, v, is_causal)
     return judge_tensors(NAMES, observation.output, expected, allowed, (q.dtype, torch.float32))
 
 
@@ -177,12 +181,15 @@ def tile_cases(generator: torch.Generator) -> Iterator[Case]:
 
 def ragged_cases(generator: torch.Generator) -> Iterator[Case]:
     """One row, primes, a block less one, a block and one more."""
-    for lengths in ((1, 1), (17, 31), (63, 65), (129, integer(generator, 2, 7))):
+    yield draw_case(generator, 1, 1, scale=0.1)
+    for lengths in ((17, 31), (63, 65), (129, integer(generator, 2, 7))):
         yield draw_case(generator, *lengths)
 
 
 def scale_cases(generator: torch.Generator) -> Iterator[Case]:
-    """Scores × 1, × 5 and × 40, the highest behind the first tile; rows far from 0."""
+    """Scores × 1, × 5 and × 40, the highest behind the first tile; rows far from 0; rows that rise
+    by more than exp can bear after any first tile; one score far above the others.
+    """
     for scale in (1, 5, 40):
         case = draw_case(generator, 5, integer(generator, 270, 300), scale=scale)
         q, k, _ = case.args
@@ -197,6 +204,30 @@ def scale_cases(generator: torch.Generator) -> Iterator[Case]:
     q[..., 0], k[..., 0] = level, level
     q[..., 1::3, 0], q[..., 2::3, 0] = -level, level / 5
     yield case
+    case = draw_case(generator, 3, integer(generator, 140, 150), note="from −200 to 200 at key 128")
+    q, k, _ = case.args
+    level = (200 * q.shape[-1] ** 0.5) ** 0.5
+    q[..., 0], k[..., :128, 0], k[..., 128:, 0] = level, -level, level
+    yield case
+    for key in (0, -1):
+        yield far_apart_case(generator, key)
+
+
+def far_apart_case(generator: torch.Generator, key: int) -> Case:
+    """The first or the last score of a row is 14 above the others.
+
+    The others add up to parts in 10,000: more than rounding, so that no weight is too small to
+    count, and what was summed before a new maximum must get its own factor, however small.
+    """
+    note = f"the {'last' if key else 'first'} key 14 above the others"
+    case = draw_case(generator, 5, integer(generator, 275, 300), scale=0.1, note=note)
+    q, k, v = case.args
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    k[..., key, :] = 0.0
+    k[..., key, 0] = 14 * q.shape[-1] ** 0.5
+    v += 1  # what the others add does not cancel
+    v[..., key, :] *= 0.01  # nor is it hidden by this one
+    return case
 
 
 def head_cases(generator: torch.Generator) -> Iterator[Case]:
@@ -245,9 +276,9 @@ def hidden_score_cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def head_dim_cases(generator: torch.Generator) -> Iterator[Case]:
-    """Two that are no power of two, and the largest."""
-    first = integer(generator, 0, len(HEAD_DIMS) - 1)
-    for head_dim in (HEAD_DIMS[first], HEAD_DIMS[first - 3], 128):
+    """Two that are no power of two, one of them odd, and the largest."""
+    even = HEAD_DIMS[integer(generator, 0, len(HEAD_DIMS) - 1)]
+    for head_dim in (even, 2 * integer(generator, 32, 63) + 1, 128):
         yield draw_case(generator, 7, 19, head_dim=head_dim)
 
 
