@@ -20,6 +20,8 @@ STOP = "tl.maximum(first_query + BLOCK_Q + seq_k - seq_q, 0)"
 VISIBLE = "visible = keys[None, :] < seq_k\n"
 TILES = "block_q, block_k = 64, 64  # the"
 DEFAULT = "def flash_forward(q, k, v, is_causal=False)"
+HIGHEST = "m_new = tl.maximum(m, tl.max(s, 1))"
+WEIGHTS = "p = tl.exp2(s - pivot[:, None])"
 SUM = "l = rescale * l + tl.sum(p, 1)"
 CACHED = (
     "    {name} = {make}\n",
@@ -79,6 +81,23 @@ WRONG_FORWARD = {
         [("row_of_out, lse_i", "row_of_out, lse_i.to(q_i.dtype).to(tl.float32)")],
         "lse rounded to float16",
     ),
+    "the first tile's maximum for all": (
+        [(HIGHEST, 'm_new = tl.where(m == float("-inf"), tl.max(s, 1), m)')], None,
+    ),
+    "rescaled by 1/10,000 at the least": (
+        [("tl.exp2(m - pivot)", "tl.maximum(tl.exp2(m - pivot), 1e-4)")], None,
+    ),
+    "small weights dropped": (
+        [(WEIGHTS, WEIGHTS + "\n        p = tl.where(p < 1e-5, 0.0, p)")], None,
+    ),
+    "an epsilon of a millionth": ([("o / safe_l[:, None]", "o / (l[:, None] + 1e-6)")], None),
+    **{
+        f"head_dim in steps of {step}": (
+            [("(d < HEAD_DIM)\n        k_j", f"(d < HEAD_DIM // {step} * {step})\n        k_j")],
+            None,
+        )
+        for step in (2, 8)
+    },
     "no more than 320 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 320)\n")], None),
     "one tile of 512 keys": (
         [("range(0, stop, BLOCK_K)", "range(0, 1)"), (TILES, "block_q, block_k = 64, 512  # the"),

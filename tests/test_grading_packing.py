@@ -79,6 +79,25 @@ REJECTED = {
         (NEW_OUT, "            o = o.to(tl.float16).to(tl.float32)\n" + NEW_OUT)
     ],
     "eight documents": [("cu_seqlens.numel() - 1)", "min(cu_seqlens.numel() - 1, 8))"), ZEROS],
+    "the first tile's maximum for all": [
+        ("tl.maximum(m, tl.max(s, 1))", 'tl.where(m == float("-inf"), tl.max(s, 1), m)'),
+    ],
+    "rescaled by 1/10,000 at the least": [
+        ("tl.exp(m - m_new)", "tl.maximum(tl.exp(m - m_new), 1e-4)"),
+    ],
+    "an epsilon": [("o / l[:, None]", "o / (l[:, None] + 1e-5)")],
+    "head_dim in steps of 4": [
+        (
+            "(keys[:, None] < seq) & (d < HEAD_DIM)",
+            "(keys[:, None] < seq) & (d < HEAD_DIM // 4 * 4)",
+        ),
+    ],
+    "no KV head above 1": [
+        ("head // group * stride_kh", "tl.minimum(head // group, 1) * stride_kh")
+    ],
+    "values of other documents are read": [
+        ("exists = (keys[:, None] < seq)", f"exists = (begin + keys[:, None] < {TOTAL})"),
+    ],
     "256 keys a document": [(LOOPS_OVER, f"tl.minimum(256, {LOOPS_OVER})")],
     "512 keys a document": [(LOOPS_OVER, f"tl.minimum(512, {LOOPS_OVER})")],
     "out written with q's strides": [("*out.stride()", "*q.stride()")],

@@ -19,6 +19,7 @@ LENGTH = "length = tl.load(cache_seqlens + batch)"
 KV_HEAD = "    k += kv_head * stride_kh"
 MASKED = "s = tl.where(keys[None, :] < length, s,"
 HIGHEST = "m_new = tl.maximum(m, tl.max(s, 1))"
+WEIGHTS = "p = tl.exp(s - m_new[:, None])"
 START = 'm = tl.full((BLOCK_G,), float("-inf"), tl.float32)'
 HIDDEN = 's = tl.where(keys[None, :] < length, s, float("-inf"))'
 OF_THE_TILE = 'tl.max(tl.max(tl.where(members[:, None] < group, s, float("-inf")), 1), 0)'
@@ -68,6 +69,26 @@ KERNELS = {
     "one maximum for all heads": (
         "scores far below 0",
         [(HIGHEST, HIGHEST.replace("tl.max(s, 1)", OF_THE_TILE))],
+    ),
+    "the first tile's maximum for all": (
+        "scores that rise",
+        [(HIGHEST, f"m_new = tl.where(m == {INF}, tl.max(s, 1), m)")],
+    ),
+    "rescaled by 1/10,000 at the least": (
+        "scores that rise",
+        [("tl.exp(m - m_new)", "tl.maximum(tl.exp(m - m_new), 1e-4)")],
+    ),
+    "small weights dropped": (
+        "scores that rise",
+        [(WEIGHTS, f"{WEIGHTS}\n        p = tl.where(p < 1e-5, 0.0, p)")],
+    ),
+    "an epsilon": (
+        "the last page: one slot",
+        [("o / tl.where(l == 0.0, 1.0, l)[:, None]", "o / (l + 1e-5)[:, None]")],
+    ),
+    "head_dim in steps of 4": (
+        "any head_dim",
+        [("< length) & (d < HEAD_DIM)", "< length) & (d < HEAD_DIM // 4 * 4)")],
     ),
     "groups of at most 32": ("query heads share", [(GROUP, "BLOCK_G=32")]),
     "groups of at most 64": ("query heads share", [(GROUP, "BLOCK_G=64")]),

@@ -225,7 +225,7 @@ def far_apart_case(generator: torch.Generator, key: int) -> Case:
     q[..., 0], k[..., 0] = 1.0, 0.0
     k[..., key, :] = 0.0
     k[..., key, 0] = 14 * q.shape[-1] ** 0.5
-    v += 1  # what the others add does not cancel
+    v.mul_(0.1).add_(1)  # what the others add does not cancel
     v[..., key, :] *= 0.01  # nor is it hidden by this one
     return case
 

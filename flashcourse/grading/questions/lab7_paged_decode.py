@@ -24,7 +24,7 @@ from flashcourse.grading.triton_work import (
 LONG = 2048 if runtime.has_gpu() else 250  # about the tokens with which memory is judged
 BEYOND = 160  # entries and slots past the end that can be read, or as many as there are tokens
 MOST_LAUNCHES = 3  # a kernel, one that merges, one that prepares; not one a sequence
-HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100, 111)  # no power of two
+HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100)  # no power of two
 
 # What is right ----------------------------------------------------------------------------------
 
@@ -34,6 +34,7 @@ def _judge(case: Case, observation: Observation) -> str | None:
     page_size = k_pages.shape[1]
     expected = torch.zeros(q.shape, dtype=torch.float64)
     size, apart, largest = 0.0, 0.0, 0.0
+    one_key = torch.full((len(q), 1, 1, 1), torch.inf)
     for b, length in enumerate(cache_seqlens.tolist()):
         if not length:
             continue
@@ -42,6 +43,8 @@ def _judge(case: Case, observation: Observation) -> str | None:
             held[pages].flatten(0, 1)[:length].transpose(0, 1)[None] for held in (k_pages, v_pages)
         )
         expected[b, None], _ = lab3.reference(q[b, None], k, v, False)
+        if length == 1 and q.dtype == torch.float32:
+            one_key[b] = lab3.allowed_of_rows(q[b, None], k, v, False, one_key[b, None]).max()
         size = max(size, lab3.largest_score(q[b, None].float(), k.float()))
         from_mean = k.float() - k.float().mean(dim=2, keepdim=True)
         apart = max(apart, lab3.largest_score(q[b, None].float(), from_mean))
@@ -51,7 +54,7 @@ def _judge(case: Case, observation: Observation) -> str | None:
         # A q that was rounded moves the scores of a row, and what they have in common cancels:
         # it counts for keys relative to their mean. A score that was rounded has no such excuse.
         allowed += half_tolerance(apart, largest)
-    return judge_tensor("out", observation.output, expected, allowed, q.dtype)
+    return judge_tensor("out", observation.output, expected, one_key.clamp(max=allowed), q.dtype)
 
 
 def _judge_memory(case: Case, observation: Observation) -> str | None:
@@ -219,6 +222,27 @@ def _scales(generator: torch.Generator) -> Iterator[Case]:
         yield case
 
 
+def _rising(generator: torch.Generator) -> Iterator[Case]:
+    """By more than exp can bear, after any first tile; and by 14, where the others still count."""
+    note = "scores from −200 to 200 at key 128 of the first"
+    case = _case(generator, [integer(generator, 140, 150), 1], scale=0.1, note=note)
+    q, k_pages, _, table, _ = case.args
+    pages = table[0, :9].long()
+    level = (200 * q.shape[-1] ** 0.5) ** 0.5
+    q[0, ..., 0], k_pages[pages, ..., 0], k_pages[pages[8], ..., 0] = level, -level, level
+    yield case
+    length = integer(generator, 275, 300)
+    case = _case(generator, [length], scale=0.1, note="the last key 14 above the others")
+    q, k_pages, v_pages, table, _ = case.args
+    q[..., 0], k_pages[..., 0] = 1, 0
+    v_pages.mul_(0.1).add_(1)  # what the others add does not cancel
+    page, slot = table[0, (length - 1) // 16].long(), (length - 1) % 16
+    k_pages[page, slot] = 0
+    k_pages[page, slot, :, 0] = 14 * q.shape[-1] ** 0.5
+    v_pages[page, slot] *= 0.01  # nor is it hidden by this one
+    yield case
+
+
 def _low_scores(generator: torch.Generator) -> Iterator[Case]:
     """Below what m may start at, and what may stand for a hidden score; and heads far apart.
 
@@ -247,8 +271,9 @@ def _lowered(case: Case) -> Case:
 
 
 def _head_dims(generator: torch.Generator) -> Iterator[Case]:
-    first = integer(generator, 0, len(HEAD_DIMS) - 1)
-    for head_dim in (HEAD_DIMS[first], HEAD_DIMS[first - 3], 128):
+    """Two that are no power of two, one of them odd, and the largest."""
+    even = HEAD_DIMS[integer(generator, 0, len(HEAD_DIMS) - 1)]
+    for head_dim in (even, 2 * integer(generator, 32, 63) + 1, 128):
         yield _case(generator, [integer(generator, 17, 30)], head_dim=head_dim)
 
 
@@ -324,6 +349,7 @@ QUESTION = Question(
         _check("query heads share KV heads", _heads),
         _check("scores × 5 and × 40", _scales),
         _check("scores far below 0", _low_scores),
+        _check("scores that rise along the keys", _rising),
         _check("any head_dim", _head_dims),
         _check("any strides", _layouts),
         _check("float16, with scores and sums in float32", _half),
