@@ -232,15 +232,16 @@ def _rising(generator: torch.Generator) -> Iterator[Case]:
     q[0, ..., 0], k_pages[pages, ..., 0], k_pages[pages[8], ..., 0] = level, -level, level
     yield case
     length = integer(generator, 275, 300)
-    case = _case(generator, [length], scale=0.1, note="the last key 14 above the others")
-    q, k_pages, v_pages, table, _ = case.args
-    q[..., 0], k_pages[..., 0] = 1, 0
-    v_pages.mul_(0.1).add_(1)  # what the others add does not cancel
-    page, slot = table[0, (length - 1) // 16].long(), (length - 1) % 16
-    k_pages[page, slot] = 0
-    k_pages[page, slot, :, 0] = 14 * q.shape[-1] ** 0.5
-    v_pages[page, slot] *= 0.01  # nor is it hidden by this one
-    yield case
+    for key in (0, length - 1):
+        case = _case(generator, [length], scale=0.1, note=f"key {key} 14 above the others")
+        q, k_pages, v_pages, table, _ = case.args
+        q[..., 0], k_pages[..., 0] = 1, 0
+        v_pages.mul_(0.1).add_(1)  # what the others add does not cancel
+        page, slot = table[0, key // 16].long(), key % 16
+        k_pages[page, slot] = 0
+        k_pages[page, slot, :, 0] = 14 * q.shape[-1] ** 0.5
+        v_pages[page, slot] *= 0.01  # nor is it hidden by this one
+        yield case
 
 
 def _low_scores(generator: torch.Generator) -> Iterator[Case]:
