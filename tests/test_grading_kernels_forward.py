@@ -98,6 +98,17 @@ WRONG_FORWARD = {
         )
         for step in (2, 8)
     },
+    "m in float16": (
+        [("        m = m_new", "        m = m_new.to(q_i.dtype).to(tl.float32)")], None,
+    ),
+    "a tile that reaches one key too far is not masked": (
+        [("tl.where(visible, s",
+          "tl.where(visible | (first_key + BLOCK_K <= first_query + seq_k - seq_q + 2), s")],
+        None,
+    ),
+    "groups of at most 8": (
+        [("heads // k.shape[1], seq_q", "min(8, heads // k.shape[1]), seq_q")], None,
+    ),
     "no more than 320 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 320)\n")], None),
     "one tile of 512 keys": (
         [("range(0, stop, BLOCK_K)", "range(0, 1)"), (TILES, "block_q, block_k = 64, 512  # the"),

@@ -90,6 +90,10 @@ KERNELS = {
         "any head_dim",
         [("< length) & (d < HEAD_DIM)", "< length) & (d < HEAD_DIM // 4 * 4)")],
     ),
+    "m in float16": (
+        "float16",
+        [("        m = m_new", "        m = m_new.to(q_i.dtype).to(tl.float32)")],
+    ),
     "groups of at most 32": ("query heads share", [(GROUP, "BLOCK_G=32")]),
     "groups of at most 64": ("query heads share", [(GROUP, "BLOCK_G=64")]),
 }
