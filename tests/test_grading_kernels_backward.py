@@ -80,11 +80,6 @@ WRONG_BACKWARD = {
     "scores in float16 for dk": ([(ST, f"({ST}){HALF}")], "scores in float16"),
     "scores in float16 for dq": ([(S, f"({S}){HALF}")], "scores in float16"),
     "lse in float16 for dq": ([(LSE, LSE + HALF)], "lse in float16"),
-    "lse no lower than −1,000": (
-        [(LSE, f"tl.maximum({LSE}, -1000.0)"),
-         ('tl.where(lse_i == float("-inf")', "tl.where(lse_i == -1000.0")],
-        None,
-    ),
     "delta stored in float16": ([(DELTA, f"{DELTA}.to(q.dtype).float()")], None),
     "do clipped": ([(SHAPE, f"    do = do.clamp(-10, 10)\n{SHAPE}")], None),
     "do clipped in place": (

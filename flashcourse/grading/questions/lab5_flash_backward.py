@@ -104,8 +104,7 @@ def _from(draw: forward.Draw, scale: float = 1.0) -> forward.Draw:
 
 
 def _large_causal(generator: torch.Generator) -> Iterator[Case]:
-    """Scores near −16,000; and hidden ones far above the row's lse: exp of them overflows."""
-    yield from forward.low_score_cases(generator)
+    """Hidden scores far above the row's lse: exp of them overflows."""
     case = forward.draw_case(
         generator, 21, 21, scale=5, is_causal=True, note="hidden scores above 100"
     )
@@ -234,7 +233,7 @@ QUESTION = Question(
         Check("causal: no gradient from a later key", _from(forward.causal_cases), judge),
         Check("causal with more keys than queries", _from(forward.longer_key_cases), judge),
         Check("a query that sees no key has gradient 0", _from(forward.empty_row_cases), judge),
-        Check("scores of any size, hidden ones above", _from(_large_causal), judge),
+        Check("hidden scores of any size stay hidden", _from(_large_causal), judge),
         Check("head_dim 16 to 128, powers of two or not", _from(forward.head_dim_cases), judge),
         Check("not causal if nothing is said", _from(forward.default_cases), judge),
         Check("any strides", _layouts, judge),
