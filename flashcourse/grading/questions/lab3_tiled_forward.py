@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -48,6 +49,16 @@ def row_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
     """The largest of :func:`row_scores`."""
     return row_scores(q, k).max().item()
+
+
+def moved_scores(q: torch.Tensor, k: torch.Tensor) -> float:
+    """How far a score moves at the most if q or k is scaled, for base e or 2, in float16 (labs 4 and 5)."""
+    scale = q.shape[-1] ** -0.5
+    moved = 0.0
+    for factor in (scale, scale * math.log2(math.e)):
+        lost_q, lost_k = (t - (t * factor).half().double() / factor for t in (q, k))
+        moved = max(moved, largest_score(lost_q, k), largest_score(q, lost_k))
+    return moved
 
 
 def _judge(case: Case, observation: Observation) -> str | None:

@@ -88,20 +88,10 @@ def _judge_scores(case: Case, observation: Observation) -> str | None:
     size = lab3.largest_score(q.float(), k.float())
     allowed = (
         half_tolerance(rest, largest) + score_tolerance(size, largest),
-        score_tolerance(size, 1.0) + moved_scores(q.double(), k.double()),
+        score_tolerance(size, 1.0) + lab3.moved_scores(q.double(), k.double()),
     )
     expected = lab3.reference(q, k, v, case.kwargs["is_causal"])
     return judge_tensors(NAMES, observation.output, expected, allowed, (q.dtype, torch.float32))
-
-
-def moved_scores(q: torch.Tensor, k: torch.Tensor) -> float:
-    """How far a score moves at the most if q or k is scaled, for base e or 2, in float16."""
-    scale = q.shape[-1] ** -0.5
-    moved = 0.0
-    for factor in (scale, scale * math.log2(math.e)):
-        lost_q, lost_k = (t - (t * factor).half().double() / factor for t in (q, k))
-        moved = max(moved, lab3.largest_score(lost_q, k), lab3.largest_score(q, lost_k))
-    return moved
 
 
 def call_noting_strides(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _judge_cancelling(case: Case, observation: Observation) -> str | None:
     scale = q.shape[-1] ** -0.5
     p = torch.exp(q @ k.mT * scale - lse[..., None])
     ds = p * (do @ v.mT - (do * exact).sum(-1, keepdim=True))
-    unit = 1.5 * EPS16 + forward.moved_scores(q, k)
+    unit = 1.5 * EPS16 + lab3_forward.moved_scores(q, k)
     of_ds = unit * ds.abs() + p * (do * (out - exact)).abs().sum(-1, keepdim=True)
     half = (of_ds @ k.abs() * scale, of_ds.mT @ q.abs() * scale, unit * p.mT @ do.abs())
     sizes = lab3.gradient_sizes(q, k, v, out, do, False)
