@@ -52,7 +52,7 @@ def largest_score(q: torch.Tensor, k: torch.Tensor) -> float:
 
 
 def moved_scores(q: torch.Tensor, k: torch.Tensor) -> float:
-    """How far a score moves at the most if q or k is scaled, for base e or 2, in float16 (labs 4 and 5)."""
+    """How far a score moves at most if q or k is scaled, for base e or 2, in float16 (lab 4, 5)."""
     scale = q.shape[-1] ** -0.5
     moved = 0.0
     for factor in (scale, scale * math.log2(math.e)):
