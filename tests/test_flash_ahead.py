@@ -25,6 +25,7 @@ SAMPLE = [
     ("sm_89", "backward_q", "bfloat16", 64, {"varlen": True}),
     ("sm_90", "forward", "float16", 64, {}),
     ("sm_90", "backward_kv", "float16", 64, {"grouped": True, "has_right": False}),
+    ("sm_90", "backward_q", "bfloat16", 128, {"wide": True}),
     ("sm_120", "forward", "float16", 256, {"wide": True, "strided": True}),
     ("gfx942", "backward_kv", "float16", 128, {}),
 ]

@@ -209,6 +209,35 @@ def test_a_tensor_with_huge_strides_is_addressed_right() -> None:
         assert all(map(torch.equal, *results)), strides
 
 
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_long_sequence_of_many_heads_is_addressed_right(head_dim: int) -> None:
+    """Offsets past 2^31 inside one sequence: one head of a tensor (tokens, 32768 / head_dim heads,
+    head_dim)."""
+    store = torch.randn(70_000, 32_768, dtype=f16, device=HERE)
+    wide = [store[None, None, :, n * head_dim : (n + 1) * head_dim] for n in range(3)]
+    results = []
+    for tensors in (wide, [tensor.contiguous() for tensor in wide]):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = flash_attention(*leaves, window_size=(1024, 0))
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.needs_gpu
+def test_one_gradient_for_all_heads_of_a_group() -> None:
+    """``d_out`` with a stride of 0 between heads: no layout for the copy engine."""
+    q = torch.randn(2, 8, 300, 128, dtype=f16, device=HERE).requires_grad_()
+    k, v = (torch.randn(2, 2, 300, 128, dtype=f16, device=HERE).requires_grad_() for _ in "kv")
+    d_out = torch.randn(2, 1, 300, 128, dtype=f16, device=HERE).expand_as(q)
+    assert d_out.stride(1) == 0
+    out = flash_attention(q, k, v, is_causal=True)
+    expanded = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    dense = torch.autograd.grad(out, (q, k, v), d_out.contiguous())
+    for a, b in zip(expanded, dense, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_gradients_are_the_same_bits_every_run() -> None:
     leaves = [torch.randn(1, 2, 70, 16, device=HERE).to(f16).requires_grad_() for _ in range(3)]
     runs = []

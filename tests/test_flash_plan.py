@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashcourse.attention.flash_sizes import heads_together, keys_seen
-from flashcourse.attention.flash_tiles import locate_tile
-from flashcourse.attention.tuning import SHORT_TABLES, table_entry
+from flashcourse.attention.flash_sizes import heads_together, keys_seen, needs_int64
+from flashcourse.attention.flash_tiles import count_visits, item_of_visit, locate_tile
+from flashcourse.attention.tuning import SHORT_TABLES, Tiles, table_entry
 
 pytestmark = pytest.mark.needs_triton
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,6 +57,70 @@ def test_every_tile_has_one_program_and_the_heavy_ones_of_a_section_come_first(
         }
         tiles = [tile for tile, _, _ in inside]
         assert tiles == sorted(tiles, reverse=reverse)
+
+
+@triton.jit
+def write_visits(found, num_items, num_tiles, most, PAIRED: tl.constexpr):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    for visit in range(count_visits(program, num_programs, num_items, PAIRED)):
+        item, there = item_of_visit(visit, program, num_programs, num_items, num_tiles, PAIRED)
+        tl.store(found + program * most + visit, tl.where(there, item, -2))
+
+
+def visits_of_programs(
+    programs: int, num_tiles: int, heads: int, paired: bool
+) -> list[list[tuple[int, int]]]:
+    """(tile, head) of every visit of every program that goes through several tiles."""
+    items = num_tiles * heads
+    most = 2 * items + 2
+    found = torch.full((programs, most), -1, dtype=torch.int32, device=HERE)
+    write_visits[(programs,)](found, items, num_tiles, most, paired)
+    return [
+        [(item % num_tiles, item // num_tiles) for item in row if item >= 0]
+        for row in found.tolist()
+    ]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("programs", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (2, 3), (3, 3), (4, 6), (7, 2)])
+def test_programs_that_take_several_tiles_take_each_once(
+    shape: tuple[int, int], programs: int, paired: bool
+) -> None:
+    num_tiles, heads = shape
+    found = visits_of_programs(programs, num_tiles, heads, paired)
+    assert sorted(itertools.chain(*found)) == sorted(
+        itertools.product(range(num_tiles), range(heads))
+    )
+
+
+@pytest.mark.parametrize("num_tiles", [4, 6, 10])
+def test_a_pair_is_as_much_work_as_every_other(num_tiles: int) -> None:
+    (visits,) = visits_of_programs(1, num_tiles, 3, True)
+    for (first, head), (second, other) in zip(visits[::2], visits[1::2], strict=True):
+        assert head == other
+        assert first + second == num_tiles - 1  # tile t of a causal mask sees t + 1 tiles of keys
+        assert first > second
+    (unpaired,) = visits_of_programs(1, num_tiles, 3, False)
+    assert unpaired[0][0] + unpaired[1][0] != num_tiles - 1
+
+
+def test_offsets_are_int64_where_the_kernel_counts_that_far() -> None:
+    def tensor(tokens: int, stride_n: int, stride_d: int = 1) -> torch.Tensor:
+        return torch.empty(1, 1, tokens, 64, device="meta").as_strided(
+            (1, 1, tokens, 64), (0, 0, stride_n, stride_d)
+        )
+
+    in_triton, in_gluon = Tiles(64, 128, 4, 2), Tiles(64, 128, 4, 2, True, None, True)
+    dense, long = tensor(70_000, 64), tensor(70_000, 2**15)
+    assert not needs_int64(in_triton, dense)
+    assert not needs_int64(in_gluon, dense)
+    assert not needs_int64(in_triton, long)  # of one tile they fit
+    assert needs_int64(in_gluon, long)
+    assert needs_int64(in_gluon, dense, long)
+    assert needs_int64(in_triton, tensor(5, 2**25))
+    assert needs_int64(in_gluon, tensor(5, 2**25))
+    assert needs_int64(in_triton, tensor(5, 1, 2**26))
 
 
 @pytest.mark.parametrize("left", [None, 0, 5, 300])

@@ -29,7 +29,9 @@ from flashcourse.attention.flash_hopper_tiles import (
     await_tile,
     block_barrier,
     copy_tile,
+    count_visits,
     head_base,
+    item_of_visit,
     load_rows,
     locate_tile,
     new_barriers,
@@ -73,36 +75,16 @@ def softmax_step(
 
 
 @gluon.jit
-def count_visits(num_items, PAIRED: gl.constexpr):
-    """How many tiles of queries this program computes."""
-    if PAIRED:
-        visits = 2 * gl.cdiv(gl.cdiv(num_items, 2) - gl.program_id(0), gl.num_programs(0))
-    else:
-        visits = gl.cdiv(num_items - gl.program_id(0), gl.num_programs(0))
-    return visits
-
-
-@gluon.jit
 def visit_tile(
     visit, sizes, cu_seqlens_q, cu_seqlens_k,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of this program: (where it lies, lengths, the tiles of keys it sees).
-
-    PAIRED: under a causal mask a program takes the tiles of a head in pairs, one from the end,
-    which sees the most keys, and one from the beginning. All pairs are equally much work.
-    """
+    """A tile of queries of this program: (first query, lengths, shift, where, tiles of keys)."""
     num_items, num_tiles, heads, num_sequences, seq_q, seq_k, left, right = sizes
-    if PAIRED:
-        item = 2 * (gl.program_id(0) + visit // 2 * gl.num_programs(0)) + visit % 2
-        there = item < num_items  # of an odd number the last pair is half
-        item = gl.minimum(item, num_items - 1)
-        place = item % num_tiles
-        item += gl.where(place % 2 == 0, num_tiles - 1 - place // 2, place // 2) - place
-    else:
-        item = gl.program_id(0) + visit * gl.num_programs(0)
-        there = item < num_items
+    item, there = item_of_visit(
+        visit, gl.program_id(0), gl.num_programs(0), num_items, num_tiles, PAIRED
+    )
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
         item, num_items, num_tiles, heads, 1, cu_seqlens_q, cu_seqlens_k, num_sequences,
         seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT and not PAIRED,
@@ -114,8 +96,8 @@ def visit_tile(
     )
     end = gl.where(there & (first_query < num_queries), end, begin)
     num_queries = gl.where(there, num_queries, 0)
-    place = (head, batch, start_q, start_k)
-    return first_query, num_queries, num_keys, shift, place, (begin, full_begin, full_end, end)
+    where = (head, batch, start_q, start_k)
+    return first_query, num_queries, num_keys, shift, where, (begin, full_begin, full_end, end)
 
 
 @gluon.jit
@@ -129,13 +111,13 @@ def copy_stream(
     k_tiles, v_tiles = tiles
     k_full, v_full = full
     k_empty, v_empty = empty
-    done = gl.program_id(0) * 0  # tiles copied for the tiles of queries before
-    for visit in range(count_visits(sizes[0], PAIRED)):
-        _, _, num_keys, _, place, span = visit_tile(
+    done = 0  # tiles copied for the tiles of queries before
+    for visit in range(count_visits(gl.program_id(0), gl.num_programs(0), sizes[0], PAIRED)):
+        _, _, num_keys, _, where, span = visit_tile(
             visit, sizes, cu_seqlens_q, cu_seqlens_k,
             BLOCK_Q, BLOCK_K, VARLEN, HAS_LEFT, HAS_RIGHT, PAIRED,
         )  # fmt: skip
-        head, batch, _, start_k = place
+        head, batch, _, start_k = where
         begin, _, _, end = span
         k_head = head_base(
             k, batch, head // group, start_k, k_strides[0], k_strides[1], k_strides[2]
@@ -144,8 +126,9 @@ def copy_stream(
             v, batch, head // group, start_k, v_strides[0], v_strides[1], v_strides[2]
         )
         # The descriptors are about to be overwritten, so the last copies with them must be over.
-        await_tile(k_full, gl.maximum(done, 1) - 1, done > 0)
-        await_tile(v_full, gl.maximum(done, 1) - 1, done > 0)
+        for back in gl.static_range(1, STAGES + 1):
+            await_tile(k_full, gl.maximum(done - back, 0), done >= back)
+            await_tile(v_full, gl.maximum(done - back, 0), done >= back)
         k_desc = tma.make_tensor_descriptor(
             k_head, [num_keys, HEAD_DIM], [k_strides[2], 1], [BLOCK_K, BLOCK_D], SHARED
         )
@@ -223,13 +206,13 @@ def attend_rows(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [warps, 1], [1, 0]
     )
     q_tile = q_tiles.index(GROUP)
-    done = gl.program_id(0) * 0  # tiles of keys seen with the tiles of queries before
-    for visit in range(count_visits(num_items, PAIRED)):
-        first_query, num_queries, num_keys, shift, place, span = visit_tile(
+    done = 0  # tiles of keys seen with the tiles of queries before
+    for visit in range(count_visits(gl.program_id(0), gl.num_programs(0), num_items, PAIRED)):
+        first_query, num_queries, num_keys, shift, where, span = visit_tile(
             visit, sizes, cu_seqlens_q, cu_seqlens_k,
             BLOCK_Q, BLOCK_K, VARLEN, HAS_LEFT, HAS_RIGHT, PAIRED,
         )  # fmt: skip
-        head, batch, start_q = place[0], place[1], place[2]
+        head, batch, start_q = where[0], where[1], where[2]
         begin, full_begin, full_end, end = span
         first_query += GROUP * share
         o = gl.zeros((share, BLOCK_D), gl.float32, o_layout)

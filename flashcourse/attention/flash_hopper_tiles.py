@@ -17,6 +17,8 @@ from flashcourse.attention import flash_tiles
 LN2 = flash_tiles.LN2
 
 # Arithmetic without layouts means the same in both languages.
+count_visits = gluon.jit(flash_tiles.count_visits.fn)
+item_of_visit = gluon.jit(flash_tiles.item_of_visit.fn)
 locate_tile = gluon.jit(flash_tiles.locate_tile.fn)
 visible_tiles = gluon.jit(flash_tiles.visible_tiles.fn)
 visible_pairs = gluon.jit(flash_tiles.visible_pairs.fn)

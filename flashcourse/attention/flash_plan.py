@@ -23,7 +23,7 @@ from flashcourse.attention.flash_sizes import (
     tiles_of,
     window,
 )
-from flashcourse.attention.tuning import Tiles, bucket_of, tiles_for
+from flashcourse.attention.tuning import Kernel, Tiles, bucket_of, tiles_for
 
 
 class Launch:
@@ -43,8 +43,6 @@ class Launch:
         numbers: tuple[int | float, ...],
         constants: dict[str, Any],
     ) -> None:
-        if programs > INT32_MAX:
-            raise ValueError(f"the {name} kernel would need {programs} programs; a grid has 2^31")
         self.kernel, self.name, self.tiles = kernel, name, tiles
         self.grid = (programs, 1, 1)
         self.numbers, self.constants = numbers, constants
@@ -117,9 +115,9 @@ def plan_forward(
         "NEGATE": scale < 0, "WIDE": needs_int64(tiles, q, k, v, out),
         "TMA": tiles.tma and descriptors_fit(k, v),
     }  # fmt: skip
-    programs = num_tiles * heads * batch
+    programs = _checked("forward", num_tiles * heads * batch)
     kernel = kernel_for("forward", tiles, bool(constants["TMA"]))
-    if kernel is not kernel_for("forward", tiles, False):  # the one scheduled by hand
+    if tiles.gluon and constants["TMA"] and has_gluon():  # the one scheduled by hand
         numbers = (*numbers, programs)
         if cu_seqlens is None:  # equal shares of the work: each program takes several tiles
             pairs = right is not None and left is None
@@ -167,7 +165,7 @@ def plan_backward(
         "HAS_DLSE": d_lse is not None, "WIDE": needs_int64(tiles, q, k, v, out, d_out, dq),
         "TMA": tiles.tma and descriptors_fit(k, v),
     }  # fmt: skip
-    programs = num_tiles * heads * batch
+    programs = _checked("backward_q", num_tiles * heads * batch)
     kernel = kernel_for("backward_q", tiles, bool(constants["TMA"]))
     for_q = Launch(kernel, "backward_q", tiles, programs, numbers, constants)
 
@@ -184,13 +182,19 @@ def plan_backward(
         "GROUPED": group > 1, "WIDE": needs_int64(tiles, q, k, v, d_out, dk, dv),
         # Triton's loop over a group has no descriptor for each of its heads, Gluon's has.
         "TMA": tiles.tma and descriptors_fit(q, d_out) and (
-            group == 1 or (tiles.gluon and has_gluon())
+            group == 1 or (tiles.gluon and has_gluon() and q.stride(1) > 0 and d_out.stride(1) > 0)
         ),
     }  # fmt: skip
-    programs = num_tiles * heads_kv * batch
+    programs = _checked("backward_kv", num_tiles * heads_kv * batch)
     kernel = kernel_for("backward_kv", tiles, bool(constants["TMA"]))
     for_kv = Launch(kernel, "backward_kv", tiles, programs, numbers, constants)
     return for_q, for_kv
+
+
+def _checked(name: Kernel, programs: int) -> int:
+    if programs > INT32_MAX:
+        raise ValueError(f"the {name} kernel would need {programs} programs; a grid has 2^31")
+    return programs
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -53,8 +53,9 @@ def heads_together(
 ) -> int:  # fmt: skip
     """``section`` of ``locate_tile``: 1 where all tiles are alike, or a window makes them so.
 
-    As many heads as share the L2 cache with what their programs walk over, but enough to fill the
-    GPU. Sections are equal: a small last one would leave multiprocessors idle.
+    As many heads as share the L2 cache with what their programs walk over (a KV head is counted
+    for each of its query heads), but enough to fill the GPU. Sections are as equal as
+    rounding up allows: a small last one would leave multiprocessors idle.
 
     Args:
         num_heads: in all batches; ``num_tiles`` is of one head.
@@ -99,11 +100,12 @@ def factors(options: FlashOptions) -> tuple[float, float, float]:
 
 
 def needs_int64(tiles: Tiles, *tensors: torch.Tensor) -> bool:
-    """True if an offset inside one tile may not fit int32."""
+    """True if an offset may not fit int32: inside one tile, or in Gluon inside one sequence."""
     block = max(tiles.block_q, tiles.block_k)
     for tensor in tensors:
         stride_n, stride_d = tensor.stride()[2:]
-        if block * stride_n + tensor.shape[3] * stride_d > INT32_MAX:
+        rows = max(block, tensor.shape[2]) if tiles.gluon else block
+        if rows * stride_n + tensor.shape[3] * stride_d > INT32_MAX:
             return True
     return False
 

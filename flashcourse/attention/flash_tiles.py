@@ -62,6 +62,37 @@ def locate_tile(
 
 
 @triton.jit
+def count_visits(program, num_programs, num_items, PAIRED: tl.constexpr):
+    """How many of ``num_items`` tiles a program computes that computes several, PAIRED or not."""
+    if PAIRED:
+        visits = 2 * tl.cdiv(tl.cdiv(num_items, 2) - program, num_programs)
+    else:
+        visits = tl.cdiv(num_items - program, num_programs)
+    return visits
+
+
+@triton.jit
+def item_of_visit(visit, program, num_programs, num_items, num_tiles, PAIRED: tl.constexpr):
+    """The tile of a program's visit, by its place in the grid of one tile a program.
+
+    Returns (item, there). PAIRED: under a causal mask a program takes the tiles of a head in pairs,
+    one from the end, which sees the most keys, and one from the beginning. With as many queries as
+    keys and an even number of tiles a head all pairs are equally much work. Of an odd number of
+    tiles in all the last pair is half: its second visit is not ``there``.
+    """
+    if PAIRED:
+        item = 2 * (program + visit // 2 * num_programs) + visit % 2
+        there = item < num_items
+        item = tl.minimum(item, num_items - 1)
+        place = item % num_tiles
+        item += tl.where(place % 2 == 0, num_tiles - 1 - place // 2, place // 2) - place
+    else:
+        item = program + visit * num_programs
+        there = item < num_items
+    return item, there
+
+
+@triton.jit
 def visible_tiles(
     first, last, shift, num_others, before, after,
     BLOCK: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,

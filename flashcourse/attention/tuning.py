@@ -32,7 +32,7 @@ class Tiles:
     flight; ``tma``: the tiles of the loop come through Hopper's copy engine where the layout of
     the tensors allows it; ``registers``: the most a thread may use (NVIDIA), so that more programs
     share a multiprocessor; ``gluon``: the kernel scheduled by hand (``flash_*_hopper``) where the
-    copy engine can read the tensors and Triton is new enough.
+    copy engine can read the tensors and Triton is new enough; it has stages of its own.
     """
 
     block_q: int
