@@ -20,7 +20,7 @@ from rich.console import Console
 
 from flashcourse import runtime
 from flashcourse.attention import naive_attention
-from flashcourse.bench import charts, command, report
+from flashcourse.bench import charts, command, report, tune
 from flashcourse.bench.candidates import Candidate, LeftOut, all_candidates
 from flashcourse.bench.correctness import expect, wrong
 from flashcourse.bench.grids import DIRECTIONS, GRIDS, Shape, parse_shape
@@ -324,6 +324,19 @@ def test_wrong_arguments_are_named() -> None:
     run = bench("--grid", "huge")
     assert run.returncode == 2
     assert "'huge' is not a grid" in " ".join(run.stderr.split()).replace("│ ", "")
+
+
+def test_rows_of_the_tuning_table_are_chosen_by_name() -> None:
+    assert len(tune.rows()) == len(set(tune.rows())) == 3 * 5 * 3
+    (row,) = tune.rows(["forward head_dim=128 float16"])
+    assert row == ("forward", 128, "float16")
+    assert {dtype for _, _, dtype in tune.rows(["head_dim=64 float16", "head_dim=64 b"])} == {
+        "float16", "bfloat16",
+    }  # fmt: skip
+    assert tune.rows(["head_dim=65"]) == []
+    run = bench("--tune", "--only", "head_dim=65")
+    assert run.returncode == 2
+    assert "no row matches" in " ".join(run.stderr.split()).replace("│ ", "")
 
 
 @pytest.mark.needs_gpu

@@ -81,11 +81,13 @@ STEPS = {
     for step in (
         _bench("paper", 480, "flashcourse", "bench", "--grid", "paper", "--rounds", "2",
                "--minutes", "7.4", "--out", "results"),
+        _bench("tune-short", 240, "flashcourse", "bench", "--tune", "--tune-length", "512",
+               "--only", "forward head_dim=128 float16"),
         _bench("decode", 240, "flashcourse", "bench", "--grid", "decode", "--out", "results"),
-        _bench("varlen", 240, "flashcourse.bench.varlen", "--json", "results/varlen.json"),
-        _bench("packing", 420, "flashcourse.bench.packing", "--json", "results/packing.json"),
+        _bench("varlen", 240, "flashcourse.bench.varlen"),
+        _bench("packing", 420, "flashcourse.bench.packing"),
         _bench("serving", 420, "flashcourse.bench.serving", "--requests", "128", "--turns", "1",
-               "--sample", "48", "--json", "results/serving.json"),
+               "--sample", "48"),
         *(_lesson(f"{number:02}", 200) for number in range(1, 11)),
         _lesson("00", 60),  # shows what the others recorded
         _tests("speed", 300, "-n", "0", "-k", "lab4.speed", "tests/test_right_answers.py",

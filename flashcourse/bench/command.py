@@ -36,7 +36,10 @@ def bench(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Candidates whose name contains this. Repeatable. Default: all."),
+        typer.Option(
+            help="Candidates (with --tune: rows of the table, such as 'forward head_dim=128') "
+            "whose name contains this. Repeatable. Default: all."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -67,7 +70,6 @@ def bench(
     from rich.console import Console
 
     from flashcourse.bench.grids import GRIDS, parse_shape
-    from flashcourse.runtime import has_gpu
 
     console = Console(soft_wrap=True)
     if not console.is_terminal:
@@ -81,6 +83,16 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     name = "shapes" if shape else (grid or "quick")
+    if tune:
+        from flashcourse.bench import tune as tuning
+
+        wanted = tuning.rows(only or ())
+        if not wanted:
+            known = tuning.named(*tuning.rows()[0])
+            raise typer.BadParameter(f"no row matches {only}; they are named like {known!r}")
+        _require_gpu(console)
+        tuning.tune(wanted, seq=tune_length)
+        return
     from flashcourse.bench.candidates import all_candidates
 
     candidates = [
@@ -90,14 +102,7 @@ def bench(
     if not candidates:
         known = ", ".join(c.name for c in all_candidates())
         raise typer.BadParameter(f"no candidate matches {only}; there are: {known}")
-    if not has_gpu():
-        console.print(NO_GPU)
-        raise typer.Exit(2)
-    if tune:
-        from flashcourse.bench.tune import tune as find_tiles
-
-        find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"], seq=tune_length)
-        return
+    _require_gpu(console)
 
     from flashcourse.bench import charts, report
     from flashcourse.measure.recorded import record
@@ -126,6 +131,14 @@ def bench(
         console.print(mistake, style="bold red", markup=False)
     if result.mistakes:
         raise typer.Exit(1)
+
+
+def _require_gpu(console: Console) -> None:
+    from flashcourse.runtime import has_gpu
+
+    if not has_gpu():
+        console.print(NO_GPU)
+        raise typer.Exit(2)
 
 
 def _typed(

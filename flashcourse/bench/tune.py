@@ -13,18 +13,20 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from flashcourse.attention import flash_attention, naive_attention
-from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, bucket_of, force_tiles
+from flashcourse.attention.tuning import BUCKETS, KERNELS, Kernel, Tiles, bucket_of, force_tiles
 from flashcourse.bench.race import LEAD
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
+DTYPES = ("float16", "bfloat16", "float32")
+Row = tuple[Kernel, int, str]
 
 
 @dataclass(frozen=True)
@@ -139,29 +141,28 @@ def repeat_test(candidate: Candidate) -> str | None:
     return None
 
 
-def tune(
-    head_dims: list[int],
-    dtypes: list[str],
-    kernels: tuple[Kernel, ...] = KERNELS,
-    chosen: list[Candidate] | None = None,
-    seq: int = 4096,
-    show: int = 4,
-) -> dict[tuple[str, Kernel, int], Tiles]:
-    """Print and return the fastest tiles for each dtype, kernel and head_dim.
+def rows(only: Sequence[str] = ()) -> list[Row]:
+    """The rows of the table, (kernel, head_dim, dtype); only those whose name holds one of these.
+
+    A row is named as it is printed: ``forward head_dim=128 float16``.
+    """
+    everything: Iterator[Row] = itertools.product(KERNELS, BUCKETS, DTYPES)
+    return [row for row in everything if not only or any(text in named(*row) for text in only)]
+
+
+def named(kernel: Kernel, head_dim: int, dtype: str) -> str:
+    return f"{kernel} head_dim={head_dim} {dtype}"
+
+
+def tune(wanted: Sequence[Row], seq: int = 4096, show: int = 4) -> dict[Row, Tiles]:
+    """Print and return the fastest tiles for each of these rows of the table.
 
     Args:
-        chosen: try these candidates only.
         seq: the length they are timed at; batch 4, 16 heads, causal and not.
         show: how many of the fastest to print.
     """
     hopper = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
-    everything = chosen or [
-        candidate
-        for dtype in dtypes
-        for kernel in kernels
-        for head_dim in head_dims
-        for candidate in candidates(kernel, head_dim, dtype, hopper)
-    ]
+    everything = [candidate for row in wanted for candidate in candidates(*row, hopper)]
     processes = max(1, min(24, (os.cpu_count() or 2) - 1))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
@@ -170,25 +171,24 @@ def tune(
         if reason is not None:
             print(f"  {candidate}: {reason}", file=sys.stderr)
     print(f"{len(everything)} candidates, {sum(r is None for r in reasons.values())} fit")
-    winners: dict[tuple[str, Kernel, int], Tiles] = {}
-    for dtype, kernel, head_dim in itertools.product(dtypes, kernels, head_dims):
+    winners: dict[Row, Tiles] = {}
+    for row in wanted:
         timed = []
         for candidate, reason in reasons.items():
-            key = (candidate.dtype, candidate.kernel, candidate.head_dim)
-            if key == (dtype, kernel, head_dim) and reason is None:
+            if (candidate.kernel, candidate.head_dim, candidate.dtype) == row and reason is None:
                 times = run_once(candidate, 4, 16, seq)
                 timed.append((statistics.geometric_mean(times.values()), times, candidate))
         timed.sort(key=lambda entry: entry[0])
-        print(f"{kernel} head_dim={head_dim} {dtype}")
+        print(named(*row))
         for mean, times, candidate in timed[:show]:
-            trouble = "" if (dtype, kernel, head_dim) in winners else repeat_test(candidate)
+            trouble = "" if row in winners else repeat_test(candidate)
             if trouble is None:
-                winners[dtype, kernel, head_dim] = candidate.tiles
+                winners[row] = candidate.tiles
             print(
                 f"  {mean:7.3f} ms  full {times[False]:.3f}  causal {times[True]:.3f}  "
                 f"{candidate.tiles}  {trouble or ''}",
                 flush=True,
             )
-        if (dtype, kernel, head_dim) not in winners:
+        if row not in winners:
             print("  no candidate passed", flush=True)
     return winners
