@@ -16,6 +16,7 @@ from flashcourse.show.backends import (
     draw_claims,
     draw_crossover,
     draw_masks,
+    draw_relative,
 )
 
 LENGTHS = [16, 32, 64, 128, 256]
@@ -75,6 +76,22 @@ def test_a_panel_for_each_family_and_one_look_for_each_name() -> None:
     assert figure.axes[0].lines[0].get_color() != figure.axes[1].lines[0].get_color()
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_benchmark([], "TFLOP/s")
+
+
+def test_bars_stand_at_their_values_and_a_missing_one_leaves_a_gap() -> None:
+    figure = draw_relative(
+        {"forward": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 0.5}}, "backward": {"b": {"x": 3.0}}},
+        "times as fast", "a",
+    )  # fmt: skip
+    forward, backward = figure.axes
+    assert [patch.get_width() for patch in forward.patches] == [1.0, 2.0, 0.5]
+    assert [patch.get_width() for patch in backward.patches] == [3.0]
+    assert [text.get_text().strip() for text in forward.texts] == ["1.00", "2.00", "0.50"]
+    assert [label.get_text() for label in forward.get_yticklabels()] == ["a", "b"]
+    first, second = (patch.get_y() + patch.get_height() / 2 for patch in forward.patches[:2])
+    assert first < 0 < second  # side by side around their name
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_relative({}, "times as fast", "a")
 
 
 def test_what_nobody_sees_is_left_white() -> None:

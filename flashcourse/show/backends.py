@@ -88,6 +88,51 @@ def draw_benchmark(
     return figure
 
 
+def draw_relative(
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]], xlabel: str, reference: str
+) -> Figure:
+    """Bars: how many times as fast as the reference, a panel for each of a few kinds of work.
+
+    Args:
+        panels: for each title, for each name, the value of each group. A name that lacks a group
+            has no bar there.
+        xlabel: what is drawn.
+        reference: the name whose values are 1; a line stands there.
+
+    Raises:
+        ValueError: there is no panel.
+    """
+    if not panels:
+        raise ValueError("nothing to draw: no panel has a value")
+    names = list(dict.fromkeys(name for values in panels.values() for name in values))
+    groups = list(dict.fromkeys(g for v in panels.values() for bars in v.values() for g in bars))
+    thick = 0.8 / len(groups)
+    height = 0.42 * len(names) + 1.1
+    figure, axes = new_figure(4.6 * len(panels), height, len(panels), sharey=True, squeeze=False)
+    for (title, values), ax in zip(panels.items(), axes.flat, strict=True):
+        for number, group in enumerate(groups):
+            shift = (number - (len(groups) - 1) / 2) * thick
+            there = [(place, values[name][group]) for place, name in enumerate(names)
+                     if group in values.get(name, ())]  # fmt: skip
+            ax.barh(
+                [place + shift for place, _ in there], [value for _, value in there], thick,
+                color=COLOURS[number], label=group,
+            )  # fmt: skip
+            for place, value in there:
+                ax.annotate(
+                    f" {value:.2f}", (value, place + shift), va="center", fontsize=8,
+                    annotation_clip=False,
+                )  # fmt: skip
+        ax.axvline(1.0, color=BLACK, linestyle="--", linewidth=1)
+        ax.set_yticks(range(len(names)), names)
+        ax.set_title(title)
+        ax.set_xlabel(xlabel)
+    axes[0, 0].invert_yaxis()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(groups), frameon=False)
+    return figure
+
+
 def draw_crossover(
     lengths: Sequence[int], times: Mapping[str, Sequence[float | None]], crossover: float | None,
     ylabel: str = "milliseconds",
