@@ -15,6 +15,7 @@ from flashcourse.show.style import (
     GREEN,
     GREY,
     LIGHT,
+    MARKERS,
     ORANGE,
     PURPLE,
     SKY,
@@ -24,7 +25,6 @@ from flashcourse.show.style import (
 )
 
 LINES = (VERMILION, BLUE, GREEN, ORANGE, PURPLE)
-MARKERS = "os^Dv"
 GIB = 2.0**30
 
 
