@@ -96,7 +96,7 @@ def bench(
     if tune:
         from flashcourse.bench.tune import tune as find_tiles
 
-        find_tiles([16, 32, 64, 128, 256], ["float16", "bfloat16", "float32"], seq=tune_length)
+        find_tiles(tune_length)
         return
 
     from flashcourse.bench import charts, report

@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashcourse.attention import flash_attention, naive_attention
-from flashcourse.attention.tuning import KERNELS, Kernel, Tiles, bucket_of, force_tiles
+from flashcourse.attention.tuning import BUCKETS, KERNELS, Kernel, Tiles, bucket_of, force_tiles
 from flashcourse.bench.race import LEAD
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
+SHOWN = 4  # of the fastest
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -139,27 +141,17 @@ def repeat_test(candidate: Candidate) -> str | None:
     return None
 
 
-def tune(
-    head_dims: list[int],
-    dtypes: list[str],
-    kernels: tuple[Kernel, ...] = KERNELS,
-    chosen: list[Candidate] | None = None,
-    seq: int = 4096,
-    show: int = 4,
-) -> dict[tuple[str, Kernel, int], Tiles]:
-    """Print and return the fastest tiles for each dtype, kernel and head_dim.
+def tune(seq: int) -> None:
+    """Print the fastest tiles for each dtype, kernel and head_dim of the table.
 
     Args:
-        chosen: try these candidates only.
         seq: the length they are timed at; batch 4, 16 heads, causal and not.
-        show: how many of the fastest to print.
     """
     hopper = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
-    everything = chosen or [
+    wanted = list(itertools.product(DTYPES, KERNELS, BUCKETS))
+    everything = [
         candidate
-        for dtype in dtypes
-        for kernel in kernels
-        for head_dim in head_dims
+        for dtype, kernel, head_dim in wanted
         for candidate in candidates(kernel, head_dim, dtype, hopper)
     ]
     processes = max(1, min(24, (os.cpu_count() or 2) - 1))
@@ -170,8 +162,7 @@ def tune(
         if reason is not None:
             print(f"  {candidate}: {reason}", file=sys.stderr)
     print(f"{len(everything)} candidates, {sum(r is None for r in reasons.values())} fit")
-    winners: dict[tuple[str, Kernel, int], Tiles] = {}
-    for dtype, kernel, head_dim in itertools.product(dtypes, kernels, head_dims):
+    for dtype, kernel, head_dim in wanted:
         timed = []
         for candidate, reason in reasons.items():
             key = (candidate.dtype, candidate.kernel, candidate.head_dim)
@@ -180,15 +171,14 @@ def tune(
                 timed.append((statistics.geometric_mean(times.values()), times, candidate))
         timed.sort(key=lambda entry: entry[0])
         print(f"{kernel} head_dim={head_dim} {dtype}")
-        for mean, times, candidate in timed[:show]:
-            trouble = "" if (dtype, kernel, head_dim) in winners else repeat_test(candidate)
-            if trouble is None:
-                winners[dtype, kernel, head_dim] = candidate.tiles
+        passed = False
+        for mean, times, candidate in timed[:SHOWN]:
+            trouble = None if passed else repeat_test(candidate)
+            passed = passed or trouble is None
             print(
                 f"  {mean:7.3f} ms  full {times[False]:.3f}  causal {times[True]:.3f}  "
                 f"{candidate.tiles}  {trouble or ''}",
                 flush=True,
             )
-        if (dtype, kernel, head_dim) not in winners:
+        if not passed:
             print("  no candidate passed", flush=True)
-    return winners
