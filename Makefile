@@ -25,7 +25,7 @@ lab: ## set up, check this machine, open JupyterLab at the first lesson
 	@$(RUN) -m flashcourse doctor
 	@exec $(RUN) -m flashcourse open $(ARGS)
 
-test: ## set up and run the tests; THOROUGH=1 adds the long ones, which take an hour
+test: ## set up and run the tests; THOROUGH=1 adds the long ones: an hour or more
 	$(SETUP) --extra test
 	@FLASHCOURSE_THOROUGH=$(THOROUGH) $(RUN) -m pytest $(ARGS)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flash_cases import _keep_layout, draw, plain_attention, rounding_floor, visible_pairs
+from flash_cases import _keep_layout, draw, plain_attention, visible_pairs
 
 from flashcourse.attention import (
     flash_decode,
@@ -21,7 +21,12 @@ from flashcourse.attention import (
     naive_paged_attention,
     paged_attention,
 )
-from flashcourse.measure.accuracy import LSE_TOLERANCE, allowed_error, explain_difference
+from flashcourse.measure.accuracy import (
+    LSE_TOLERANCE,
+    allowed_error,
+    explain_difference,
+    score_rounding,
+)
 
 CACHE_LAYOUTS = ("dense", "transposed", "sliced", "fused", "strided_columns")
 PAGE_LAYOUTS = ("separate", "interleaved", "side_by_side", "heads_first", "columns")
@@ -177,9 +182,8 @@ def problems(
         exact_out, exact_lse = twin(*wide, return_lse=True, **case.options)
         keys = [k.cpu().reshape(1, -1, case.head_dim) for k, _ in inputs.caches]
         held = torch.cat([torch.zeros(1, 1, case.head_dim), *keys], 1)
-        options = {key: value for key, value in case.options.items() if key != "num_splits"}
         largest = exact_out.abs().max().item() if exact_out.numel() else 0.0
-        floor = rounding_floor(inputs.q.cpu(), held, options) * largest
+        floor = score_rounding(inputs.q.cpu(), held, case.options.get("scale")) * largest
         allowed = allowed_error(plain, exact_out) + floor
         name = function.__name__
         found.append(explain_difference(f"{name}: out", out, exact_out, allowed))

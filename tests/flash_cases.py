@@ -7,7 +7,6 @@ is applied to one sequence at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,14 @@ import torch
 
 from flashcourse.attention import flash_attention, flash_attention_varlen, naive_attention
 from flashcourse.measure.accuracy import (
+    FLOAT32_EPS,
     GRADIENT_FACTOR,
     LSE_TOLERANCE,
     OUTPUT_FACTOR,
     allowed_error,
     explain_difference,
+    score_bound,
+    score_rounding,
 )
 
 LAYOUTS = ("dense", "transposed", "sliced", "fused", "strided_columns", "broadcast")
@@ -189,7 +191,7 @@ def problems(case: Case, device: str = "cpu", function: Function | None = None) 
         ("dv", plain_grads[2], GRADIENT_FACTOR),
     ):
         allowed = allowed_error(plain, exact[name], factor)
-        floor = rounding_floor(q, k, case.options) * _largest(exact[name])
+        floor = score_rounding(q, k, case.options.get("scale")) * _largest(exact[name])
         if name in ("dq", "dk"):
             floor += delta_floor(q, k, v, d_out, case.options)
         found.append(explain_difference(name, actual[name], exact[name], allowed + floor))
@@ -198,25 +200,6 @@ def problems(case: Case, device: str = "cpu", function: Function | None = None) 
     lse_allowed = max(LSE_TOLERANCE, 1e-6 * _largest(exact["lse"]))
     found.append(explain_difference("lse", actual["lse"], exact["lse"], lse_allowed))
     return [f"{case}: {problem}" for problem in found if problem]
-
-
-def rounding_floor(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> float:
-    """The relative error that float32 scores bring into P, however the rest is computed.
-
-    A score is rounded by up to eps times the sizes of q and k, and P = e^s inherits that as a
-    relative error. Softcap does not help: a score near 0, whose terms cancel, passes it unchanged.
-    On a few entries the yardstick may be lucky; no computation is better on all.
-    """
-    return torch.finfo(torch.float32).eps * (4.0 + largest_score(q, k, options))
-
-
-def largest_score(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> float:
-    """No score is larger, before softcap; its sum over head_dim is rounded by eps times this."""
-    scale = options.get("scale")
-    sizes = q.double().norm(dim=-1), k.double().norm(dim=-1)
-    return (q.shape[-1] ** -0.5 if scale is None else abs(scale)) * math.prod(
-        size.max().item() if size.numel() else 0.0 for size in sizes
-    )
 
 
 def slope_floor(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> float:
@@ -228,7 +211,7 @@ def slope_floor(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> fl
     softcap = options.get("softcap")
     if not softcap:
         return 0.0
-    return 2 * torch.finfo(torch.float32).eps * largest_score(q, k, options) / softcap
+    return 2 * FLOAT32_EPS * score_bound(q, k, options.get("scale")) / softcap
 
 
 def delta_floor(
@@ -241,8 +224,8 @@ def delta_floor(
     """
     scale = options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    dp = math.prod((t.double().norm(dim=-1).max().item() if t.numel() else 0.0) for t in (d_out, v))
-    return 2 * torch.finfo(torch.float32).eps * dp * scale * max(_largest(q), _largest(k))
+    largest_dp = score_bound(d_out, v, scale=1.0)
+    return 2 * FLOAT32_EPS * largest_dp * scale * max(_largest(q), _largest(k))
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -299,7 +282,7 @@ def varlen_problems(case: VarlenCase, device: str = "cpu") -> list[str]:
     for name in ("out", "dq", "dk", "dv"):
         # The plain computation's error grows with the dtype's step, like this bound; the dense
         # cases hold the kernels, which are the same, against the plain computation itself.
-        floor = 6 * torch.finfo(case.dtype).eps + rounding_floor(q[None], k[None], case.options)
+        floor = 6 * torch.finfo(case.dtype).eps + score_rounding(q, k, case.options.get("scale"))
         if name in ("dq", "dk"):
             floor += slope_floor(q, k, case.options)
         allowed = floor * max(1.0, _largest(exact[name]))

@@ -16,6 +16,8 @@ from flashcourse.measure.accuracy import (
     OUTPUT_FACTOR,
     allowed_error,
     explain_difference,
+    score_bound,
+    score_rounding,
 )
 
 LENGTHS = [(1, 1), (1, 7), (7, 1), (5, 13), (13, 5), (16, 16), (17, 33), (33, 17), (64, 65), (3, 0)]
@@ -204,6 +206,21 @@ def test_tiled_allocates_no_score_matrix():
     with AllocationWatch(q, k, v) as watch:  # negative control: the watch sees it in naive
         naive_attention(q, k, v)
     assert watch.largest_numel >= 256 * 256
+
+
+def test_float32_scores_stay_within_what_they_may_be_rounded_by():
+    q, k = draw((2, 3, 50, 64), torch.float32).unbind(0)
+    exact = 0.3 * q.double() @ k.double().mT
+    assert exact.abs().max() <= score_bound(q, k, -0.3)
+    assert score_bound(q, k) == pytest.approx(score_bound(q, k, 1.0) / 8)
+    assert score_bound(q[:, :0], k) == 0.0
+
+    def moved(scores):
+        """By how much e^s differs, relative to what it is."""
+        return ((scores.double() - exact).exp() - 1).abs().max()
+
+    assert 0 < moved(0.3 * q @ k.mT) < score_rounding(q, k, 0.3)
+    assert moved(0.3 * q.bfloat16() @ k.bfloat16().mT) > score_rounding(q, k, 0.3)
 
 
 class TestMerge:

@@ -18,7 +18,6 @@ from flashcourse.attention import (
     flash_kernels,
     naive_attention,
 )
-from flashcourse.attention import flash_plan as plan
 from flashcourse.attention.tuning import (
     BUCKETS,
     CHIPS,
@@ -28,6 +27,7 @@ from flashcourse.attention.tuning import (
     chip_of_capability,
     force_tiles,
     table_entry,
+    tiles_for,
 )
 
 pytestmark = pytest.mark.needs_triton
@@ -247,13 +247,13 @@ def test_head_dim_is_padded_to_a_power_of_two() -> None:
 
 def test_forced_tiles_are_forgotten_afterwards() -> None:
     device = torch.device(HERE)
-    before = plan.tiles_for("forward", 64, 2, device)
+    before = tiles_for("forward", 64, 2, device)
     with force_tiles(forward=Tiles(16, 16, 4, 1)):
-        assert plan.tiles_for("forward", 64, 2, device).block_q == 16
+        assert tiles_for("forward", 64, 2, device).block_q == 16
     with force_tiles(forward=Tiles(16, 16, 4, 1, True, None, True)):  # no float32 kernel is Gluon's
-        assert plan.tiles_for("forward", 64, 2, device).block_q == 16
-        assert not plan.tiles_for("forward", 64, 4, device).gluon
-    assert plan.tiles_for("forward", 64, 2, device) == before
+        assert tiles_for("forward", 64, 2, device).block_q == 16
+        assert not tiles_for("forward", 64, 4, device).gluon
+    assert tiles_for("forward", 64, 2, device) == before
     with pytest.raises(ValueError, match="unknown kernels"), force_tiles(backwards=before):
         pass
 

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from flashcourse.attention.flash_sizes import heads_together, keys_seen, needs_int64
 from flashcourse.attention.flash_tiles import count_visits, item_of_visit, locate_tile
-from flashcourse.attention.tuning import SHORT_TABLES, Tiles, table_entry
+from flashcourse.attention.tuning import KERNELS, SHORT_TABLES, Kernel, Tiles, table_entry
+from flashcourse.bench.tune import candidates
 
 pytestmark = pytest.mark.needs_triton
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,3 +170,15 @@ def test_few_keys_have_tiles_of_their_own() -> None:
     assert table_entry("sm_80", "forward", 64, 2, False, 1) == table_entry(
         "sm_80", "forward", 64, 2
     )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_search_tries_every_entry_that_is_said_to_be_measured(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)  # AMD has no limits of registers
+    for head_dim in (64, 128):
+        tried = {candidate.tiles for candidate in candidates(kernel, head_dim, "float16", True)}
+        for gluon, keys in ((False, None), (True, None), (True, 1)):
+            assert table_entry("sm_90", kernel, head_dim, 2, gluon, keys) in tried
+        assert Tiles(16, 16, 4, 2) not in tried

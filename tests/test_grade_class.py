@@ -1,6 +1,6 @@
 """A hundred submissions of lab 4 in one batch: every mark as expected, every mistake named.
 
-The batch takes twenty minutes on two cores, so a thorough run does it. On a machine with more::
+The batch takes a quarter of an hour on two cores, so only a thorough run does it. With more cores::
 
     python tests/class_of_100 --workers 14 --stop-after 560
 """

@@ -59,3 +59,18 @@ def test_a_lesson_measures_on_a_gpu_and_reads_the_record_elsewhere(folder, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert recorded.measured_or_recorded("times", never, "a test") == here
     assert "recorded on a GPU" in capsys.readouterr().out
+
+
+def test_results_stand_beside_where_they_come_from(folder, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert recorded.here_and_recorded("08", "times", lambda: [3.0]) == [("this CPU", [3.0])]
+
+    monkeypatch.setenv(recorded.RECORD_VARIABLE, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert recorded.here_and_recorded("08", "times", lambda: [1.0]) == [("this GPU", [1.0])]
+    assert recorded.load_record("lesson_08_times")["made_by"] == "lesson 08"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    both = recorded.here_and_recorded("08", "times", lambda: [3.0])
+    assert both == [("this CPU", [3.0]), ("GPU, recorded", [1.0])]

@@ -1,8 +1,9 @@
 """No right answer is rejected: the solutions, and answers written in other ways, on many inputs.
 
-A thorough run (``make test THOROUGH=1``) draws 200 inputs a question; FLASHCOURSE_SEEDS says
-another number. The parts of a long run go to several processes: ``pytest -n 8 --dist load``, but
-on a GPU ``lab4.speed`` wants to be alone: ``-n 0 -k lab4.speed``.
+A thorough run (``make test THOROUGH=1``) draws 200 inputs a question, an ordinary one 60, and a
+twentieth of them where Triton interprets; FLASHCOURSE_SEEDS says another number. The parts of a
+long run go to several processes: ``pytest -n 8 --dist load``, but on a GPU ``lab4.speed`` wants to
+be alone: ``-n 0 -k lab4.speed``.
 """
 
 from __future__ import annotations

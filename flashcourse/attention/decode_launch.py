@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from flashcourse import runtime
 from flashcourse.attention.decode_kernels import decode_kernel, merge_splits_kernel
 from flashcourse.attention.decode_tuning import choose_splits, decode_tiles, forced_decode
-from flashcourse.attention.flash_launch import _launches, _layout, _remember, _widened
+from flashcourse.attention.flash_launch import is_widened, layout_of, planned_once
 from flashcourse.attention.flash_machine import check_machine
 from flashcourse.attention.flash_plan import Launch
-from flashcourse.attention.flash_sizes import FlashOptions, factors, needs_int64
+from flashcourse.attention.flash_sizes import FlashOptions, factors, multiprocessors, needs_int64
 from flashcourse.attention.tuning import Tiles, bucket_of
 
 MERGE_TILES = Tiles(1, 16, 4, 1)  # rows, parts at a time, warps, stages
@@ -44,21 +43,20 @@ def launch_decode(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    if _widened(q):
+    if is_widened(q):
         wide, lse = launch_decode(
             q.float(), k.float(), v.float(), block_table, cache_seqlens, options, num_splits
         )
         return out.copy_(wide), lse
     cache_seqlens = cache_seqlens.contiguous()
     key = (
-        "decode", options, num_splits, _layout(q), _layout(k), _layout(v),
-        None if block_table is None else _layout(block_table),
+        "decode", options, num_splits, layout_of(q), layout_of(k), layout_of(v),
+        None if block_table is None else layout_of(block_table),
         cache_seqlens.data_ptr() % 16 == 0, forced_decode(),
     )  # fmt: skip
-    plan = _launches.get(key)
-    if plan is None:
-        plan = _remember(key, _plan(q, k, v, out, block_table, options, num_splits))
-    splits, decode, merge = plan
+    splits, decode, merge = planned_once(
+        key, lambda: _plan(q, k, v, out, block_table, options, num_splits)
+    )
     if merge is None:
         decode(q, k, v, out, lse, cache_seqlens, block_table)
         return out, lse
@@ -94,7 +92,7 @@ def _plan(
     if num_splits is None:
         key_tiles = max(1, -(-longest // tiles.block_k))
         num_splits, least = choose_splits(
-            programs, key_tiles, tiles.block_k, _multiprocessors(q.device)
+            programs, key_tiles, tiles.block_k, multiprocessors(q.device)
         )
 
     left = options.left
@@ -134,9 +132,3 @@ def _plan(
 def _longest(options: FlashOptions, capacity: int, seq_q: int) -> int:
     """The most keys that the queries of one sequence can see between them."""
     return capacity if options.left is None else min(capacity, options.left + seq_q)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if runtime.interpreting() or device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

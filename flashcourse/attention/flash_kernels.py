@@ -15,8 +15,8 @@ from flashcourse.attention.tuning import Kernel, Tiles
 
 
 def kernel_for(name: Kernel, tiles: Tiles, tma: bool) -> Any:
-    """The kernel in Gluon where the table asks for it and it can run, else the one in Triton."""
-    if tiles.gluon and tma and has_gluon():
+    """The kernel in Gluon where :func:`runs_gluon`, else the one in Triton."""
+    if runs_gluon(tiles, tma):
         from flashcourse.attention.flash_backward_kv_hopper import flash_backward_kv_hopper_kernel
         from flashcourse.attention.flash_backward_q_hopper import flash_backward_q_hopper_kernel
         from flashcourse.attention.flash_forward_hopper import flash_forward_hopper_kernel
@@ -31,6 +31,15 @@ def kernel_for(name: Kernel, tiles: Tiles, tma: bool) -> Any:
         "backward_q": flash_backward_q_kernel,
         "backward_kv": flash_backward_kv_kernel,
     }[name]
+
+
+def runs_gluon(tiles: Tiles, tma: bool) -> bool:
+    """True if the table asks for the kernel in Gluon, and it can run.
+
+    Args:
+        tma: the copy engine can read the tensors that the kernel walks over.
+    """
+    return tiles.gluon and tma and has_gluon()
 
 
 @functools.cache

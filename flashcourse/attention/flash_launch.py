@@ -6,7 +6,8 @@ sequences lie behind each other, told apart by ``cu_seqlens``. Needs Triton.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,19 +16,28 @@ from flashcourse.attention.flash_plan import plan_backward, plan_forward
 from flashcourse.attention.flash_sizes import FlashOptions
 from flashcourse.attention.tuning import forced_tiles
 
+Plan = TypeVar("Plan")
+
 FEW_QUERIES = 8
 MOST_COPIED = 2**27  # entries of k and v each: 1 GiB as float32, together
 
-# Launches by everything that decides them; forgotten all at once when there are this many.
-_launches: dict[Any, Any] = {}
-MOST_LAUNCHES = 2048
+# Plans by everything that decides them; forgotten all at once when there are this many.
+_plans: dict[Hashable, Any] = {}
+MOST_PLANS = 2048
 
 
-def _remember(key: Any, value: Any) -> Any:
-    if len(_launches) >= MOST_LAUNCHES:
-        _launches.clear()
-    _launches[key] = value
-    return value
+def planned_once(key: Hashable, plan: Callable[[], Plan]) -> Plan:
+    """The launches that ``plan`` plans, or those it planned when the key was the same.
+
+    Args:
+        key: the name of the function and all that its plan depends on.
+    """
+    planned = _plans.get(key)
+    if planned is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        planned = _plans[key] = plan()
+    return planned
 
 
 def launch_forward(
@@ -43,7 +53,7 @@ def launch_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    if _widened(q):
+    if is_widened(q):
         wide, lse = launch_forward(
             q.float(), k.float(), v.float(), cu_seqlens_q, cu_seqlens_k, options
         )
@@ -51,12 +61,10 @@ def launch_forward(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     key = (
-        "forward", options, _layout(q), _layout(k), _layout(v),
+        "forward", options, layout_of(q), layout_of(k), layout_of(v),
         _sequences(cu_seqlens_q), _sequences(cu_seqlens_k), forced_tiles(),
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _remember(key, plan_forward(q, k, v, out, cu_seqlens_q, options))
+    launch = planned_once(key, lambda: plan_forward(q, k, v, out, cu_seqlens_q, options))
     launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     return out, lse
 
@@ -76,7 +84,7 @@ def launch_backward(
     """dq, dk and dv, each with the shape, dtype and layout of its input."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     out = _unrounded(q, k, v, out, cu_seqlens_q, options)
-    if _widened(q):
+    if is_widened(q):
         widened = launch_backward(
             d_out.float(), d_lse, q.float(), k.float(), v.float(), out.float(), lse,
             cu_seqlens_q, cu_seqlens_k, options,
@@ -88,20 +96,17 @@ def launch_backward(
         d_lse = d_lse.contiguous()
     delta = torch.empty_like(lse)
     key = (
-        "backward", options, _layout(q), _layout(k), _layout(v), _layout(out), _layout(d_out),
-        d_lse is None, _sequences(cu_seqlens_q), _sequences(cu_seqlens_k), forced_tiles(),
+        "backward", options, layout_of(q), layout_of(k), layout_of(v), layout_of(out),
+        layout_of(d_out), d_lse is None, _sequences(cu_seqlens_q), _sequences(cu_seqlens_k),
+        forced_tiles(),
     )  # fmt: skip
-    launches = _launches.get(key)
-    if launches is None:
-        tensors = (q, k, v, out, d_out, dq, dk, dv)
-        launches = _remember(
-            key, plan_backward(*tensors, d_lse, cu_seqlens_q, cu_seqlens_k, options)
-        )
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, out, d_out, dq, dk, dv)
+    for_q, for_kv = planned_once(key, lambda: plan_backward(*tensors, d_lse, *cu_seqlens, options))
     if dq.numel():  # the kernel for dQ also writes delta, which the next one reads
-        launches[0](q, k, v, out, d_out, dq, lse, d_lse, delta, *cu_seqlens)
+        for_q(q, k, v, out, d_out, dq, lse, d_lse, delta, *cu_seqlens)
     if dk.numel():
-        launches[1](q, k, v, d_out, dk, dv, lse, delta, *cu_seqlens)
+        for_kv(q, k, v, d_out, dk, dv, lse, delta, *cu_seqlens)
     return dq, dk, dv
 
 
@@ -126,7 +131,7 @@ def _unrounded(
     return launch_forward(q.float(), k.float(), v.float(), None, None, options)[0]
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the choice and the compilation of a kernel depend on."""
     return (
         tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0,
@@ -139,7 +144,7 @@ def _sequences(cu_seqlens: torch.Tensor | None) -> tuple[int, bool] | None:
     return cu_seqlens.shape[0], cu_seqlens.data_ptr() % 16 == 0
 
 
-def _widened(q: torch.Tensor) -> bool:
+def is_widened(q: torch.Tensor) -> bool:
     """True if the interpreter must compute this in float32.
 
     Triton's interpreter multiplies bfloat16 numbers as if their bits were integers, and rounds to

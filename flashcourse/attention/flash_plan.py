@@ -9,7 +9,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from flashcourse import runtime
-from flashcourse.attention.flash_kernels import has_gluon, kernel_for
+from flashcourse.attention.flash_kernels import has_gluon, kernel_for, runs_gluon
 from flashcourse.attention.flash_machine import check_machine
 from flashcourse.attention.flash_sizes import (
     INT32_MAX,
@@ -92,6 +92,11 @@ def plan_forward(
     cu_seqlens: torch.Tensor | None,
     options: FlashOptions,
 ) -> Launch:
+    """The launch that writes ``out`` and lse.
+
+    Raises:
+        ValueError, RuntimeError: the kernel cannot run on these tensors here.
+    """
     check_machine(q)
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
@@ -117,7 +122,7 @@ def plan_forward(
     }  # fmt: skip
     programs = _checked("forward", num_tiles * heads * batch)
     kernel = kernel_for("forward", tiles, bool(constants["TMA"]))
-    if tiles.gluon and constants["TMA"] and has_gluon():  # the one scheduled by hand
+    if runs_gluon(tiles, bool(constants["TMA"])):
         numbers = (*numbers, programs)
         if cu_seqlens is None:  # equal shares of the work: each program takes several tiles
             pairs = right is not None and left is None
@@ -139,6 +144,11 @@ def plan_backward(
     cu_seqlens_k: torch.Tensor | None,
     options: FlashOptions,
 ) -> tuple[Launch, Launch]:
+    """The launch that writes ``dq`` and delta, and the one that reads delta for ``dk``, ``dv``.
+
+    Raises:
+        ValueError, RuntimeError: a kernel cannot run on these tensors here.
+    """
     check_machine(q)
     batch, heads, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashcourse import runtime
 from flashcourse.attention.tuning import Tiles
 
 LOG2E = math.log2(math.e)
@@ -130,6 +131,7 @@ def _descriptor_fits(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2  # for the interpreter any number is right
+    """How many programs of one kernel run side by side, one a multiprocessor."""
+    if runtime.interpreting() or device.type == "cpu":
+        return 1  # the interpreter runs one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count

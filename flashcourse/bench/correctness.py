@@ -10,10 +10,13 @@ from flashcourse.attention import naive_attention
 from flashcourse.bench.candidates import Run
 from flashcourse.bench.grids import Shape
 from flashcourse.measure.accuracy import (
+    FLOAT32_EPS,
     GRADIENT_FACTOR,
     OUTPUT_FACTOR,
     allowed_error,
     explain_difference,
+    score_bound,
+    score_rounding,
 )
 
 CHUNK = 1024  # queries at a time: the reference of 16k keys needs 128 MiB a matrix, not 2 GiB
@@ -74,16 +77,8 @@ class Expected:
 
 
 def rounding_floor(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor) -> float:
-    """The relative error that float32 sums bring, in whatever order they are taken.
-
-    A score, and dP, is a sum over head_dim: it is rounded by eps times the sizes of its vectors. On
-    few rows the yardstick may be lucky, and then no other right computation would pass.
-    """
-    eps = torch.finfo(torch.float32).eps
-    q_size, k_size, v_size, do_size = (
-        t.double().norm(dim=-1).max().item() for t in (q, k, v, d_out)
-    )
-    return eps * (4.0 + q.shape[-1] ** -0.5 * q_size * k_size + do_size * v_size)
+    """The relative error that float32 scores and dP bring, in whatever order they are summed."""
+    return score_rounding(q, k) + FLOAT32_EPS * score_bound(d_out, v, scale=1.0)
 
 
 def expect(shape: Shape, tensors: Results) -> list[Expected]:

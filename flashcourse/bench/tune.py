@@ -25,6 +25,7 @@ from flashcourse.bench.race import LEAD
 from flashcourse.measure.timing import time_ms
 
 REPEATS = 50
+SHOWN = 4  # of the fastest
 DTYPES = ("float16", "bfloat16", "float32")
 Row = tuple[Kernel, int, str]
 
@@ -42,7 +43,7 @@ class Candidate:
 # block of the rows a program owns × block it walks over, warps
 SHAPES = {
     2: ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4),
-        (128, 32, 8), (128, 64, 8), (128, 128, 8)),
+        (128, 128, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8)),
     4: ((16, 16, 4), (32, 16, 4), (32, 32, 4), (64, 16, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8)),
 }  # fmt: skip
 
@@ -154,12 +155,11 @@ def named(kernel: Kernel, head_dim: int, dtype: str) -> str:
     return f"{kernel} head_dim={head_dim} {dtype}"
 
 
-def tune(wanted: Sequence[Row], seq: int = 4096, show: int = 4) -> dict[Row, Tiles]:
-    """Print and return the fastest tiles for each of these rows of the table.
+def tune(wanted: Sequence[Row], seq: int) -> None:
+    """Print the fastest tiles for each of these rows of the table.
 
     Args:
         seq: the length they are timed at; batch 4, 16 heads, causal and not.
-        show: how many of the fastest to print.
     """
     hopper = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
     everything = [candidate for row in wanted for candidate in candidates(*row, hopper)]
@@ -171,7 +171,6 @@ def tune(wanted: Sequence[Row], seq: int = 4096, show: int = 4) -> dict[Row, Til
         if reason is not None:
             print(f"  {candidate}: {reason}", file=sys.stderr)
     print(f"{len(everything)} candidates, {sum(r is None for r in reasons.values())} fit")
-    winners: dict[Row, Tiles] = {}
     for row in wanted:
         timed = []
         for candidate, reason in reasons.items():
@@ -180,15 +179,14 @@ def tune(wanted: Sequence[Row], seq: int = 4096, show: int = 4) -> dict[Row, Til
                 timed.append((statistics.geometric_mean(times.values()), times, candidate))
         timed.sort(key=lambda entry: entry[0])
         print(named(*row))
-        for mean, times, candidate in timed[:show]:
-            trouble = "" if row in winners else repeat_test(candidate)
-            if trouble is None:
-                winners[row] = candidate.tiles
+        passed = False
+        for mean, times, candidate in timed[:SHOWN]:
+            trouble = None if passed else repeat_test(candidate)
+            passed = passed or trouble is None
             print(
                 f"  {mean:7.3f} ms  full {times[False]:.3f}  causal {times[True]:.3f}  "
                 f"{candidate.tiles}  {trouble or ''}",
                 flush=True,
             )
-        if row not in winners:
+        if not passed:
             print("  no candidate passed", flush=True)
-    return winners

@@ -10,9 +10,8 @@ import numpy
 import torch
 
 from flashcourse.grading.question import Answer, Observation
-from flashcourse.measure.accuracy import explain_difference
+from flashcourse.measure.accuracy import FLOAT32_EPS, explain_difference
 
-FLOAT32_EPS = torch.finfo(torch.float32).eps
 FORBIDDEN_ATTENTION = (
     "scaled_dot_product_attention",
     "_scaled_dot_product",

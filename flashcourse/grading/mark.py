@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from flashcourse.grading.observe import observe, output_of
 from flashcourse.grading.question import Answer, Case, Check, Mistake, Observation, Question
 from flashcourse.grading.verdict import Finding, Verdict
+from flashcourse.measure.accuracy import FLOAT32_EPS
 
-FLOAT32_EPS = torch.finfo(torch.float32).eps
 NAMING_SECONDS = 10.0  # for an answer that no known mistake explains as a whole
 SMALL = 20_000  # numbers in an input on which a named mistake is confirmed
 CONFIRMED = 3  # such inputs of a check

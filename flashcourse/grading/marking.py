@@ -28,16 +28,6 @@ from flashcourse.grading.submissions import Submission
 from flashcourse.grading.verdict import Verdict
 from flashcourse.grading.wire import WireError
 
-STATUSES = (
-    "passed",
-    "failed",
-    "timeout",
-    "crashed",
-    "out_of_memory",
-    "missing",
-    "not_verified",
-    "grader_error",
-)
 MARK_AGAIN = ("not_verified", "grader_error")  # these are nobody's zero
 
 

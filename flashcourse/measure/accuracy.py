@@ -12,6 +12,7 @@ import torch
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 LSE_TOLERANCE = 1e-3
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 def allowed_error(
@@ -29,6 +30,31 @@ def allowed_error(
     largest = reference.double()[finite].abs()
     floor = torch.finfo(yardstick.dtype).eps * (largest.max().item() if largest.numel() else 0.0)
     return factor * (error.max().item() if error.numel() else 0.0) + floor
+
+
+def score_bound(q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> float:
+    """What no score is larger than, before softcap: the sizes of the longest q and k, times scale.
+
+    Args:
+        q, k: ``(..., head_dim)``; where there are no rows the result is 0.
+        scale: default ``head_dim ** -0.5``.
+    """
+    q_size, k_size = (t.double().norm(dim=-1).max().item() if t.numel() else 0.0 for t in (q, k))
+    return (q.shape[-1] ** -0.5 if scale is None else abs(scale)) * q_size * k_size
+
+
+def score_rounding(q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> float:
+    """The relative error that float32 scores bring into P, however the rest is computed.
+
+    A score is a sum over head_dim. It is rounded by up to eps times the sizes of q and k, and
+    P = e^s inherits that as a relative error. Softcap does not help: a score near 0, whose terms
+    cancel, passes it unchanged. On a few entries the yardstick may be lucky; no computation is
+    better on all.
+
+    Args:
+        q, k, scale: as in :func:`score_bound`.
+    """
+    return FLOAT32_EPS * (4.0 + score_bound(q, k, scale))
 
 
 def explain_difference(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 TABLE = Path(__file__).parent / "data" / "forward_blocks.json"
 CHOICES = ("target", "block_q", "block_k", "num_warps", "num_stages")
-VALUES = ("shared_bytes", "threads", "registers", "spilled_bytes")
 
 
 @dataclass(frozen=True)

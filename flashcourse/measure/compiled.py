@@ -23,7 +23,6 @@ from flashcourse.measure.kernel_source import kernel_module, kernel_name
 from flashcourse.runtime import require_triton
 
 CHILD = Path(__file__).with_name("compiled_child.py")
-TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 _POINTERS = {
     torch.float16: "*fp16",

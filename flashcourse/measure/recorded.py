@@ -114,3 +114,20 @@ def measured_or_recorded(name: str, measure: Callable[[], Any], made_by: str) ->
         return None
     print(describe_record(kept) + ":")
     return kept["results"]
+
+
+def here_and_recorded(lesson: str, name: str, measure: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Where results come from, and the results: measured here and, without a GPU, the record's too.
+
+    Args:
+        lesson: its number, such as "08".
+        name: of what is measured; the record is called ``lesson_08_name``.
+        measure: as in :func:`measured_or_recorded`; without a GPU it is called as well.
+
+    Returns:
+        On a GPU one pair; else this CPU's and, where there is a record, the recorded one.
+    """
+    gpu = torch.cuda.is_available()
+    found = [] if gpu else [("this CPU", measure())]
+    kept = measured_or_recorded(f"lesson_{lesson}_{name}", measure, f"lesson {lesson}")
+    return found + ([] if kept is None else [("this GPU" if gpu else "GPU, recorded", kept)])

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,13 +78,6 @@ class TrainingRun:
     def final_loss(self, last: int = 20) -> float:
         """The mean loss of the last steps."""
         return sum(self.losses[-last:]) / len(self.losses[-last:])
-
-    def as_record(self) -> dict[str, Any]:
-        """Plain numbers for a record, rounded to what a step's noise allows."""
-        plain = asdict(self)
-        plain["losses"] = [round(loss, 5) for loss in self.losses]
-        plain["seconds"] = [round(s, 6) for s in self.seconds]
-        return plain
 
 
 def train(

@@ -15,6 +15,7 @@ from flashcourse.show.style import (
     GREEN,
     GREY,
     LIGHT,
+    MARKERS,
     ORANGE,
     PURPLE,
     SKY,
@@ -24,7 +25,6 @@ from flashcourse.show.style import (
 )
 
 COLOURS = (VERMILION, ORANGE, BLUE, GREEN, GREY, PURPLE)
-MARKERS = "os^Dv*"
 Rows = Sequence[Mapping[str, Any]]  # keys "n", "phase", "way" and the value; None: it did not run
 
 

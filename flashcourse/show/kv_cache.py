@@ -15,6 +15,7 @@ from flashcourse.show.style import (
     GREEN,
     GREY,
     LIGHT,
+    MARKERS,
     ORANGE,
     PURPLE,
     SKY,
@@ -24,7 +25,6 @@ from flashcourse.show.style import (
 )
 
 LINES = (VERMILION, BLUE, GREEN, ORANGE, PURPLE)
-MARKERS = "os^Dv"
 GIB = 2.0**30
 
 
@@ -66,15 +66,14 @@ def draw_recomputed(prompt: int, new: int) -> Figure:
 
 def draw_lines(
     xs: Sequence[float], series: Mapping[str, Sequence[float | None]], *, title: str,
-    xlabel: str, ylabel: str, dashed: Sequence[str] = (), log_y: bool = True,
+    xlabel: str, ylabel: str, dashed: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
     """Values against a quantity that doubles, such as a length or a batch.
 
     Args:
-        xs: where was measured; the axis is logarithmic.
+        xs: where was measured; both axes are logarithmic.
         series: values by name, one for each of ``xs``; None where nothing was measured.
         dashed: names of series that are predictions: drawn dashed and without marks.
-        log_y: whether the other axis is logarithmic too.
 
     Raises:
         ValueError: a series has not one value for each of ``xs``.
@@ -85,9 +84,8 @@ def draw_lines(
         if len(values) != len(xs):
             raise ValueError(f"{name}: {len(values)} values for {len(xs)} places")
         points = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
-        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)]}
-        if name in dashed:
-            style = {"linestyle": "--"}
+        marker = MARKERS[number % len(MARKERS)]
+        style: dict[str, Any] = {"linestyle": "--"} if name in dashed else {"marker": marker}
         ax.plot(
             [x for x, _ in points], [y for _, y in points], label=name,
             color=LINES[number % len(LINES)], **style,
@@ -95,11 +93,8 @@ def draw_lines(
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(xs), [f"{x:,}" for x in xs])
     ax.minorticks_off()
-    if log_y:
-        ax.set_yscale("log")
-        plain_log_ticks(ax)
-    else:
-        ax.set_ylim(bottom=0)
+    ax.set_yscale("log")
+    plain_log_ticks(ax)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
     return figure

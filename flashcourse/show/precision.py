@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from flashcourse.show.style import BLUE, GREEN, GREY, ORANGE, VERMILION, new_figure
+from flashcourse.show.style import BLUE, GREEN, GREY, MARKERS, ORANGE, VERMILION, new_figure
 
 CURVE_COLOURS = (BLUE, VERMILION, GREEN, ORANGE)
-MARKERS = ("o", "s", "^", "D")
 
 
 def draw_errors(

@@ -7,10 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from flashcourse.show.style import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, new_figure
+from flashcourse.show.style import BLACK, BLUE, GREEN, GREY, MARKERS, ORANGE, VERMILION, new_figure
 
 KERNEL_COLOURS = (VERMILION, BLUE, GREEN, ORANGE)
-MARKERS = "os^D"
 
 
 def draw_roofline(
@@ -37,8 +36,8 @@ def draw_roofline(
     ax.loglog(xs, [bandwidth * low / 1e12, peak_flops / 1e12, peak_flops / 1e12], color=BLACK)
     ax.axvline(ridge, color=GREY, linestyle=":", linewidth=1)
     ax.text(ridge, bandwidth * low / 1e12, f" ridge: {ridge:.0f} FLOP/byte", color=GREY)
-    looks = zip(KERNEL_COLOURS, MARKERS, strict=True)
-    for (name, intensity), (colour, marker) in zip(kernels.items(), looks, strict=False):
+    looks = kernels.items(), KERNEL_COLOURS, MARKERS
+    for (name, intensity), colour, marker in zip(*looks, strict=False):
         reach = min(peak_flops, intensity * bandwidth)
         ax.plot([intensity], [reach / 1e12], marker, color=colour, markersize=8, clip_on=False)
         label = f"{name}: at most {reach / 1e12:.3g} TFLOP/s ({reach / peak_flops:.0%} of the peak)"

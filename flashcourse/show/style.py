@@ -14,6 +14,7 @@ YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT = "#8C8C8C", "#E8E8E8"
 
 SEQUENTIAL = "cividis"  # for matrices whose values have an order
+MARKERS = "os^Dv*"  # so that lines differ without their colours, too
 
 _RC: Any = {
     "axes.spines.top": False,

@@ -74,15 +74,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             not_verified(reason)
 
 
-@pytest.fixture
-def browser_path() -> str:
-    """The path of the Chromium to drive; leaves the test unverified where there is none."""
-    path = find_browser()
-    if path is None:
-        not_verified(NEEDS["needs_browser"][1])
-    return path
-
-
 def summary_line(reasons: list[str]) -> str:
     """One line that counts the tests not verified, by reason, the commonest first."""
     if not reasons:
