@@ -20,7 +20,9 @@ from flashcourse.measure.accuracy import (
     LSE_TOLERANCE,
     OUTPUT_FACTOR,
     allowed_error,
+    delta_rounding,
     explain_difference,
+    largest,
     score_bound,
     score_rounding,
 )
@@ -191,13 +193,13 @@ def problems(case: Case, device: str = "cpu", function: Function | None = None) 
         ("dv", plain_grads[2], GRADIENT_FACTOR),
     ):
         allowed = allowed_error(plain, exact[name], factor)
-        floor = score_rounding(q, k, case.options.get("scale")) * _largest(exact[name])
+        floor = score_rounding(q, k, case.options.get("scale")) * largest(exact[name])
         if name in ("dq", "dk"):
-            floor += delta_floor(q, k, v, d_out, case.options)
+            floor += delta_rounding(q, k, v, d_out, case.options.get("scale"))
         found.append(explain_difference(name, actual[name], exact[name], allowed + floor))
         if actual[name].dtype != case.dtype:
             found.append(f"{name} has dtype {actual[name].dtype}")
-    lse_allowed = max(LSE_TOLERANCE, 1e-6 * _largest(exact["lse"]))
+    lse_allowed = max(LSE_TOLERANCE, 1e-6 * largest(exact["lse"]))
     found.append(explain_difference("lse", actual["lse"], exact["lse"], lse_allowed))
     return [f"{case}: {problem}" for problem in found if problem]
 
@@ -212,25 +214,6 @@ def slope_floor(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> fl
     if not softcap:
         return 0.0
     return 2 * FLOAT32_EPS * score_bound(q, k, options.get("scale")) / softcap
-
-
-def delta_floor(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, options: dict[str, Any]
-) -> float:
-    """The absolute error of dQ and dK that dP - delta brings, where the two cancel.
-
-    They are sums over head_dim in two orders (dO · V, and dO · O), so float32 leaves eps · |dP|
-    even where they are equal: that is the price of never storing P (FlashAttention-2, algorithm 2).
-    """
-    scale = options.get("scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    largest_dp = score_bound(d_out, v, scale=1.0)
-    return 2 * FLOAT32_EPS * largest_dp * scale * max(_largest(q), _largest(k))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)].abs()
-    return finite.max().item() if finite.numel() else 0.0
 
 
 def _keep_layout(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -285,7 +268,7 @@ def varlen_problems(case: VarlenCase, device: str = "cpu") -> list[str]:
         floor = 6 * torch.finfo(case.dtype).eps + score_rounding(q, k, case.options.get("scale"))
         if name in ("dq", "dk"):
             floor += slope_floor(q, k, case.options)
-        allowed = floor * max(1.0, _largest(exact[name]))
+        allowed = floor * max(1.0, largest(exact[name]))
         found.append(explain_difference(name, actual[name], exact[name], allowed))
     found.append(explain_difference("lse", actual["lse"], exact["lse"], LSE_TOLERANCE))
     if actual["out"][offsets_q[-1] :].abs().sum() or actual["dq"][offsets_q[-1] :].abs().sum():

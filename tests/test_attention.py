@@ -15,6 +15,7 @@ from flashcourse.measure.accuracy import (
     LSE_TOLERANCE,
     OUTPUT_FACTOR,
     allowed_error,
+    delta_rounding,
     explain_difference,
     score_bound,
     score_rounding,
@@ -221,6 +222,19 @@ def test_float32_scores_stay_within_what_they_may_be_rounded_by():
 
     assert 0 < moved(0.3 * q @ k.mT) < score_rounding(q, k, 0.3)
     assert moved(0.3 * q.bfloat16() @ k.bfloat16().mT) > score_rounding(q, k, 0.3)
+
+
+def test_delta_rounding_is_what_two_orders_of_one_sum_differ_by():
+    """One key: P = 1, so dP and delta are equal, and all that is left of dQ is their rounding."""
+    q, k, v, d_out = (draw((1, 1, 1, 128), torch.float32, 5.0, seed) for seed in range(4))
+    dp = (d_out * v).sum(-1)
+
+    def left_of_dq(delta):
+        return ((dp - delta).abs() * 128**-0.5 * k.abs().max()).item()
+
+    in_another_order = (d_out * v).flip(-1).cumsum(-1)[..., -1]
+    assert 0 < left_of_dq(in_another_order) < delta_rounding(q, k, v, d_out)
+    assert left_of_dq(0.999 * dp) > delta_rounding(q, k, v, d_out)
 
 
 class TestMerge:

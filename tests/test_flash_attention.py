@@ -12,7 +12,6 @@ from flash_cases import (
     LAYOUTS,
     Case,
     VarlenCase,
-    delta_floor,
     problems,
     varlen_problems,
 )
@@ -25,7 +24,7 @@ from flashcourse.attention import (
     naive_attention,
 )
 from flashcourse.attention.tuning import Tiles, force_tiles
-from flashcourse.measure.accuracy import GRADIENT_FACTOR, allowed_error
+from flashcourse.measure.accuracy import GRADIENT_FACTOR, allowed_error, delta_rounding
 
 pytestmark = pytest.mark.needs_triton
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -282,7 +281,7 @@ def _gradients_outside_the_rule(dtype: torch.dtype, seed: int) -> list[str]:
         leaves = [t.to(cast).requires_grad_() for t in (q, k, v)]
         results.append(torch.autograd.grad(function(*leaves), leaves, d_out.to(cast)))
     for name, came, exact, plain in zip(("dq", "dk", "dv"), *results, strict=True):
-        allowed = allowed_error(plain, exact, GRADIENT_FACTOR) + delta_floor(q, k, v, d_out, {})
+        allowed = allowed_error(plain, exact, GRADIENT_FACTOR) + delta_rounding(q, k, v, d_out)
         if (came.double() - exact).abs().max() > allowed:
             found.append(name)
     return found

@@ -57,6 +57,30 @@ def score_rounding(q: torch.Tensor, k: torch.Tensor, scale: float | None = None)
     return FLOAT32_EPS * (4.0 + score_bound(q, k, scale))
 
 
+def delta_rounding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor,
+    scale: float | None = None,
+) -> float:  # fmt: skip
+    """The absolute error of dQ and dK that dP - delta brings, where the two cancel.
+
+    They are sums over head_dim in two orders (dO · V, and dO · O), so float32 leaves eps · |dP|
+    even where they are equal: that is the price of never storing P (FlashAttention-2, algorithm 2).
+
+    Args:
+        q, k, v, d_out: ``(..., head_dim)``.
+        scale: default ``head_dim ** -0.5``.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    largest_dp = score_bound(d_out, v, scale=1.0)
+    return 2 * FLOAT32_EPS * largest_dp * scale * max(largest(q), largest(k))
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest finite size of an entry; 0 if there is none."""
+    finite = tensor[torch.isfinite(tensor)].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
 def explain_difference(
     name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float | torch.Tensor
 ) -> str | None:
