@@ -287,8 +287,42 @@ def _gradients_outside_the_rule(dtype: torch.dtype, seed: int) -> list[str]:
     return found
 
 
-def plain_textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+def plain_textbook(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if hidden is not None:
+        s = s.masked_fill(hidden, float("-inf"))
+    return torch.softmax(s, -1) @ v
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (33, 65, 40), (48, 48, 16), (17, 96, 80)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_float32_scores_are_rounded_as_plain_attention_rounds_them(
+    sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    """Inputs of scale 5 make scores in the hundreds. Not even the roundings are allowed for here
+    that no kernel can avoid, only the rule."""
+    seq_q, seq_k, head_dim = sizes
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (
+            (5 * torch.randn((1, 2, n, head_dim), generator=generator)).to(HERE)
+            for n in (seq_q, seq_k, seq_k)
+        )
+        d_out = torch.randn(q.shape, generator=generator).to(HERE)
+        shift = seq_k - seq_q
+        hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=HERE).triu(shift + 1)
+        mask = hidden if options else torch.zeros_like(hidden)
+        results = []
+        for function, cast in ((flash_attention, q.dtype), (naive_attention, torch.float64),
+                               (plain_textbook, q.dtype)):  # fmt: skip
+            leaves = [t.to(cast).requires_grad_() for t in (q, k, v)]
+            more = {"hidden": mask} if function is plain_textbook else options
+            results.append(torch.autograd.grad(function(*leaves, **more), leaves, d_out.to(cast)))
+        for name, came, exact, plain in zip(("dq", "dk", "dv"), *results, strict=True):
+            allowed = allowed_error(plain, exact, GRADIENT_FACTOR)
+            assert (came.double() - exact).abs().max() <= allowed, (name, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -160,7 +160,7 @@ def _source(function: Any, job: Job) -> Any:
             signature[name] = "i64" if job.wide else "i32"
             if not job.strided:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        elif name in ("scale", "scale_log2", "cap_in", "cap_out"):
+        elif name in ("scale", "score_scale", "scale_log2", "cap_in", "cap_out"):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"

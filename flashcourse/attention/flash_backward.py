@@ -13,12 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashcourse import runtime
 from flashcourse.attention.flash_forward import LENGTHS
 from flashcourse.attention.flash_tiles import (
     LOG2E,
     head_base,
     load_tile,
     locate_tile,
+    power,
     store_tile,
     tanh,
     tile_offsets,
@@ -26,27 +28,36 @@ from flashcourse.attention.flash_tiles import (
     visible_tiles,
 )
 
+# A GPU sums a score over head_dim in one order, whichever factor comes first. NumPy does not, and
+# scores that are rounded otherwise than the forward's do not fit its lse.
+INTERPRETED = tl.constexpr(runtime.interpreting())
+
 
 @triton.jit
-def load_lse(lse_head, rows, num_queries, RAGGED: tl.constexpr):
-    """lse in units of log 2. It is +inf where P must be 0: past the end, and in a row that sees
-    no key (whose lse is -inf)."""
+def load_lse(lse_head, rows, num_queries, RAGGED: tl.constexpr, NATURAL: tl.constexpr = False):
+    """lse in the units of the scores. It is +inf where P must be 0: past the end, and in a row that
+    sees no key (whose lse is -inf)."""
     if RAGGED:
         lse = tl.load(lse_head + rows, mask=rows < num_queries, other=float("inf"))
     else:
         lse = tl.load(lse_head + rows)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if not NATURAL:
+        lse = lse * LOG2E
+    return lse
 
 
 @triton.jit
-def probabilities(s, lse, scale_log2, cap_in, cap_out, SOFTCAP: tl.constexpr):
+def probabilities(
+    s, lse, score_scale, cap_in, cap_out, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr = False
+):
     """P from the raw scores QKᵀ, and d(capped score) / d(raw score · scale), 1 without softcap."""
     if SOFTCAP:
         t = tanh(s * cap_in)
-        p = tl.exp2(cap_out * t - lse)
+        p = power(cap_out * t - lse, NATURAL)
         slope = 1.0 - t * t
     else:
-        p = tl.exp2(s * scale_log2 - lse)
+        p = power(s * score_scale - lse, NATURAL)
         slope = 1.0
     return p, slope
 
@@ -54,12 +65,13 @@ def probabilities(s, lse, scale_log2, cap_in, cap_out, SOFTCAP: tl.constexpr):
 @triton.jit
 def add_to_dq(
     dq, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
-    begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+    begin, end, first_query, shift, num_keys, score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add dS K of the tiles of keys from ``begin`` to ``end``."""
+    NATURAL: tl.constexpr = q_i.dtype == tl.float32
     for j in range(begin, end):
         first_key = j * BLOCK_K
         if TMA:
@@ -74,7 +86,7 @@ def add_to_dq(
             )
         s = tl.dot(q_i, tl.trans(k_j), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
         dp = tl.dot(do_i, tl.trans(v_j), input_precision="ieee")
-        p, slope = probabilities(s, lse_i[:, None], scale_log2, cap_in, cap_out, SOFTCAP)
+        p, slope = probabilities(s, lse_i[:, None], score_scale, cap_in, cap_out, SOFTCAP, NATURAL)
         if EDGE:
             rows = first_query + tl.arange(0, BLOCK_Q)[:, None]
             keys = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -95,7 +107,7 @@ def flash_backward_q_kernel(
     stride_dob, stride_doh, stride_don, stride_dod,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
-    scale, scale_log2, left, right, cap_in, cap_out,
+    scale, score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_DLSE: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
@@ -131,7 +143,7 @@ def flash_backward_q_kernel(
     if HAS_DLSE:  # d lse / d S = P, so a gradient of lse enters where delta does
         delta_i -= tl.load(dlse + row_of_lse + rows, mask=rows < num_queries, other=0.0)
     tl.store(delta + row_of_lse + rows, delta_i, mask=rows < num_queries)
-    lse_i = load_lse(lse + row_of_lse, rows, num_queries, True)
+    lse_i = load_lse(lse + row_of_lse, rows, num_queries, True, q.dtype.element_ty == tl.float32)
     q_i = load_tile(
         q_head, q_offsets, first_query, num_queries, stride_qn, BLOCK_Q, BLOCK_D, HEAD_DIM, True
     )
@@ -154,19 +166,19 @@ def flash_backward_q_kernel(
         dq_i = add_to_dq(
             dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
             stride_kn, stride_vn, begin, full_begin, first_query, shift, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
+            score_scale, left, right, cap_in, cap_out,
             HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
         )  # fmt: skip
     dq_i = add_to_dq(
         dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
         stride_kn, stride_vn, full_begin, full_end, first_query, shift, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, False,
     )  # fmt: skip
     dq_i = add_to_dq(
         dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, k_offsets, v_offsets,
         stride_kn, stride_vn, full_end, end, first_query, shift, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
     )  # fmt: skip
     dq_offsets = tile_offsets(stride_dqn, stride_dqd, BLOCK_Q, BLOCK_D, WIDE)
@@ -181,7 +193,7 @@ def add_to_dk_dv(
     dk, dv, k_j, v_j, q_head, do_head, lse_head, delta_head, q_offsets, do_offsets,
     stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
     begin, end, first_key, shift, num_queries, num_keys,
-    scale_log2, left, right, cap_in, cap_out,
+    score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUPED: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
@@ -191,6 +203,7 @@ def add_to_dk_dv(
 
     Sᵀ = K Qᵀ is computed as such: transposing a finished P costs a trip through shared memory.
     """
+    NATURAL: tl.constexpr = k_j.dtype == tl.float32
     for step in range(0, group * (end - begin)):
         i = begin + step
         if GROUPED:
@@ -217,17 +230,22 @@ def add_to_dk_dv(
                 do_member, do_offsets, first_query, num_queries, stride_don,
                 BLOCK_Q, BLOCK_D, HEAD_DIM, EDGE,
             )  # fmt: skip
-        lse_i = load_lse(lse_member, rows, num_queries, EDGE)
+        lse_i = load_lse(lse_member, rows, num_queries, EDGE, NATURAL)
         if EDGE:
             delta_i = tl.load(delta_member + rows, mask=rows < num_queries, other=0.0)
         else:
             delta_i = tl.load(delta_member + rows)
-        s_t = tl.dot(k_j, tl.trans(q_i), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+        if INTERPRETED:
+            s_t = tl.trans(tl.dot(q_i, tl.trans(k_j), input_precision="ieee"))
+        else:
+            s_t = tl.dot(k_j, tl.trans(q_i), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
         # The matrix unit can compute dP while the exponential is taken, where a tile is small
         # enough for both products to be in registers at once.
         if BLOCK_Q <= 64:
             dp_t = tl.dot(v_j, tl.trans(do_i), input_precision="ieee")
-        p_t, slope = probabilities(s_t, lse_i[None, :], scale_log2, cap_in, cap_out, SOFTCAP)
+        p_t, slope = probabilities(
+            s_t, lse_i[None, :], score_scale, cap_in, cap_out, SOFTCAP, NATURAL
+        )
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
             keys = first_key + tl.arange(0, BLOCK_K)[:, None]
@@ -253,7 +271,7 @@ def flash_backward_kv_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     heads_kv, group, num_tiles, section, num_sequences, seq_q, seq_k,
-    scale, scale_log2, left, right, cap_in, cap_out,
+    scale, score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUPED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
@@ -305,21 +323,21 @@ def flash_backward_kv_kernel(
             dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
             q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
             begin, full_begin, first_key, shift, num_queries, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
+            score_scale, left, right, cap_in, cap_out,
             HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, True,
         )  # fmt: skip
     dk_j, dv_j = add_to_dk_dv(
         dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
         q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
         full_begin, full_end, first_key, shift, num_queries, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, False,
     )  # fmt: skip
     dk_j, dv_j = add_to_dk_dv(
         dk_j, dv_j, k_j, v_j, q_head, do_head, lse + row_of_lse, delta + row_of_lse,
         q_offsets, do_offsets, stride_qh, stride_qn, stride_doh, stride_don, seq_q, group,
         full_end, end, first_key, shift, num_queries, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, TMA, True,
     )  # fmt: skip
     dk_offsets = tile_offsets(stride_dkn, stride_dkd, BLOCK_K, BLOCK_D, WIDE)

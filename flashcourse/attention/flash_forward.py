@@ -13,6 +13,7 @@ from flashcourse.attention.flash_tiles import (
     head_base,
     load_tile,
     locate_tile,
+    power,
     store_tile,
     tanh,
     tile_offsets,
@@ -27,15 +28,16 @@ LENGTHS = ["num_tiles", "section", "num_sequences", "seq_q", "seq_k", "left", "r
 @triton.jit
 def attend(
     o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
-    begin, end, first_query, shift, num_keys, scale_log2, left, right, cap_in, cap_out,
+    begin, end, first_query, shift, num_keys, score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax for each tile of keys from ``begin`` to ``end``.
 
-    Scores are kept in units of log 2. Only tiles on the EDGE of what is visible are masked.
+    Only tiles on the EDGE of what is visible are masked.
     """
+    NATURAL: tl.constexpr = q_i.dtype == tl.float32  # else scores are in units of log 2
     for j in range(begin, end):
         first_key = j * BLOCK_K
         if TMA:
@@ -45,7 +47,7 @@ def attend(
                 k_head, k_offsets, first_key, num_keys, stride_kn, BLOCK_K, BLOCK_D, HEAD_DIM, EDGE
             )
         s = tl.dot(q_i, tl.trans(k_j), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
-        factor = scale_log2
+        factor = score_scale
         if SOFTCAP:
             s = cap_out * tanh(s * cap_in)
             factor = 1.0
@@ -57,12 +59,12 @@ def attend(
             factor = 1.0
 
         # q carries the sign of the scale, so factor >= 0 and may be taken out of the maximum:
-        # exp2 then costs one fused multiply-add per score.
+        # the power then costs one fused multiply-add per score.
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
         # A row that has seen no key yet has m = -inf; -inf - (-inf) would be NaN.
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * factor - pivot[:, None])
-        rescale = tl.exp2(m - pivot)  # what was summed under the old maximum
+        p = power(s * factor - pivot[:, None], NATURAL)
+        rescale = power(m - pivot, NATURAL)  # what was summed under the old maximum
         l = l * rescale + tl.sum(p, 1)
         o = o * rescale[:, None]
         if TMA:
@@ -84,12 +86,13 @@ def flash_forward_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_on, stride_od,
     heads, group, num_tiles, section, num_sequences, seq_q, seq_k,
-    scale_log2, left, right, cap_in, cap_out,
+    score_scale, left, right, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of queries. ``scale_log2`` is |scale| · log2 e; NEGATE its sign."""
+    """out and lse of one tile of queries. ``score_scale`` is |scale|, times log2 e for 16-bit
+    inputs; NEGATE its sign."""
     first_query, head, batch, start_q, num_queries, start_k, num_keys = locate_tile(
         tl.program_id(0), tl.num_programs(0), num_tiles, heads, section, cu_seqlens_q,
         cu_seqlens_k, num_sequences, seq_q, seq_k, BLOCK_Q, VARLEN, HAS_RIGHT,
@@ -130,25 +133,27 @@ def flash_forward_kernel(
         o, m, l = attend(
             o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
             begin, full_begin, first_query, shift, num_keys,
-            scale_log2, left, right, cap_in, cap_out,
+            score_scale, left, right, cap_in, cap_out,
             HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
         )  # fmt: skip
     o, m, l = attend(
         o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
         full_begin, full_end, first_query, shift, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, False,
     )  # fmt: skip
     o, m, l = attend(
         o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, stride_kn, stride_vn,
         full_end, end, first_query, shift, num_keys,
-        scale_log2, left, right, cap_in, cap_out,
+        score_scale, left, right, cap_in, cap_out,
         HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, TMA, True,
     )  # fmt: skip
 
     safe_l = tl.where(l == 0.0, 1.0, l)  # a row that sees no key: 0 / 1, not 0 / 0
     o = o * (1.0 / safe_l)[:, None]
-    lse_i = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe_l)) * LN2)
+    NATURAL: tl.constexpr = q.dtype.element_ty == tl.float32
+    lse_i = m + tl.log(safe_l) if NATURAL else (m + tl.log2(safe_l)) * LN2
+    lse_i = tl.where(l == 0.0, float("-inf"), lse_i)
     rows = first_query + tl.arange(0, BLOCK_Q)
     tl.store(lse_head + rows, lse_i, mask=rows < num_queries)
     out_offsets = tile_offsets(stride_on, stride_od, BLOCK_Q, BLOCK_D, WIDE)

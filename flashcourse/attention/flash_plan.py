@@ -106,7 +106,7 @@ def plan_forward(
     tiles = tiles_for("forward", head_dim, q.element_size(), q.device, by_hand, keys)
     num_tiles, num_sequences = tiles_of(seq_q, tiles.block_q, cu_seqlens)
     section = heads_together(num_tiles, heads * batch, k, 1, left, right, cu_seqlens)
-    scale, cap_in, cap_out = factors(options)
+    scale, cap_in, cap_out = factors(options, q.dtype == torch.float32)
     numbers = (
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         heads, heads // k.shape[1], num_tiles, section, num_sequences, seq_q, seq_k,
@@ -154,7 +154,7 @@ def plan_backward(
     heads_kv, seq_k = k.shape[1:3]
     group = heads // heads_kv
     left, right = window(options, seq_q, seq_k, cu_seqlens_q)
-    scale, cap_in, cap_out = factors(options)
+    scale, cap_in, cap_out = factors(options, q.dtype == torch.float32)
     last_numbers = (options.scale, scale, left or 0, right or 0, cap_in, cap_out)
     size = {"HEAD_DIM": head_dim, "BLOCK_D": bucket_of(head_dim)}
     mask = {

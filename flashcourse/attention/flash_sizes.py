@@ -93,11 +93,15 @@ def window(
     )
 
 
-def factors(options: FlashOptions) -> tuple[float, float, float]:
-    """(scale in units of log 2, factor into the tanh, factor out of it in units of log 2)."""
+def factors(options: FlashOptions, natural: bool = False) -> tuple[float, float, float]:
+    """(scale in the units of scores, factor into the tanh, factor out of it in these units).
+
+    The units are log 2, or with ``natural`` 1: see ``flash_tiles.power``.
+    """
+    unit = 1.0 if natural else LOG2E
     if options.softcap is None:
-        return options.scale * LOG2E, 0.0, 0.0
-    return options.scale * LOG2E, options.scale / options.softcap, options.softcap * LOG2E
+        return options.scale * unit, 0.0, 0.0
+    return options.scale * unit, options.scale / options.softcap, options.softcap * unit
 
 
 def needs_int64(tiles: Tiles, *tensors: torch.Tensor) -> bool:

@@ -190,6 +190,16 @@ def store_tile(
 
 
 @triton.jit
+def power(x, NATURAL: tl.constexpr):
+    """e^x, or 2^x where scores are in units of log 2.
+
+    2^x is what the hardware has, and saves a product for each score. But log2 e is rounded, and lse
+    with it: float32 inputs would feel it in P, so their scores stay as they are.
+    """
+    return tl.exp(x) if NATURAL else tl.exp2(x)
+
+
+@triton.jit
 def tanh(x):
     """tanh in float32, accurate near 0 and safe far from it.
 
