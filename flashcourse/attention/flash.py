@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashcourse import runtime
@@ -21,6 +20,7 @@ from flashcourse.attention.arguments import (
     check_varlen,
     resolve_options,
 )
+from flashcourse.attention.first_order import first_order
 
 
 def flash_attention(
@@ -162,19 +162,15 @@ class _FlashInTransforms(torch.autograd.Function):
         _save_for_backward(ctx, inputs, output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out, d_lse):
         from flashcourse.attention.flash_launch import launch_backward
         from flashcourse.attention.flash_sizes import FlashOptions
 
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        saved = ctx.saved_tensors  # q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
         if d_out is None:
-            d_out = torch.zeros_like(out)
-        saved = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            grads = torch.ops.flashcourse.flash_backward(d_out, d_lse, *saved, *ctx.options)
-        else:
-            grads = launch_backward(d_out, d_lse, *saved, FlashOptions(*ctx.options))
+            d_out = torch.zeros_like(saved[3])
+        options = FlashOptions(*ctx.options)
+        grads = first_order("flash_attention", launch_backward, d_out, d_lse, *saved, options)
         return *grads, None, None, None, None, None, None
 
 
@@ -187,7 +183,7 @@ class _Flash(torch.autograd.Function):
         _save_for_backward(ctx, inputs, output)
         return output
 
-    backward = _FlashInTransforms.backward  # type: ignore[assignment]
+    backward = _FlashInTransforms.backward
 
 
 @torch.library.custom_op("flashcourse::flash_forward", mutates_args=())

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flashcourse.attention.arguments import Options, check_dense, resolve_options
+from flashcourse.attention.first_order import first_order
 from flashcourse.attention.naive import DTYPES
 from flashcourse.attention.visibility import key_range, visible_keys
 
@@ -146,39 +146,48 @@ class _TiledAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out, d_lse):
-        q, k, v, out, lse = ctx.saved_tensors
-        options, (block_q, block_k) = ctx.options, ctx.blocks
-        group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-        accumulate = lse.dtype
-        heads = (k.shape[1], group)
-        dq = torch.zeros(q.shape, dtype=accumulate, device=q.device)
-        dk = torch.zeros(k.shape, dtype=accumulate, device=q.device)
-        dv = torch.zeros_like(dk)
-        grouped_dq = dq.unflatten(1, heads)
-        # delta: the row sum of dO ∘ O is the row sum of P ∘ dP, without P (section 2.2 and
-        # algorithm 2, line 4). A gradient of lse enters through the same term: d lse / d S = P.
-        delta = (d_out.to(accumulate) * out.to(accumulate)).sum(dim=-1) - d_lse
-        q, d_out, lse, delta = (t.unflatten(1, heads) for t in (q, d_out, lse, delta))
-        k, v = k.unsqueeze(2), v.unsqueeze(2)
-        # A row that saw no key has lse -inf; any finite stand-in keeps its P at exp(-inf) = 0.
-        lse = torch.where(lse == float("-inf"), 0.0, lse)
+        grads = first_order(
+            "tiled_attention", _gradients, d_out, d_lse, *ctx.saved_tensors, ctx.options, ctx.blocks
+        )
+        return *grads, None, None, None
 
-        for rows in _query_blocks(seq_q, block_q):
-            q_i = q[..., rows, :].to(accumulate)
-            do_i = d_out[..., rows, :].to(accumulate)
-            for tile in _tiles_of(rows, seq_q, seq_k, block_k, options, q.device):
-                k_j = k[..., tile.columns, :].to(accumulate)
-                v_j = v[..., tile.columns, :].to(accumulate)
-                s = _scores(q_i, k_j, tile, options)
-                p = torch.exp(s - lse[..., rows].unsqueeze(-1))  # P again, from lse alone
-                dv[..., tile.columns, :] += (p.transpose(-2, -1) @ do_i).sum(dim=2)
-                dp = do_i @ v_j.transpose(-2, -1)
-                ds = p * (dp - delta[..., rows].unsqueeze(-1))
-                if options.softcap is not None:  # d tanh(x) = 1 - tanh²(x); P is 0 where masked
-                    tanh = torch.where(p == 0, 0.0, s / options.softcap)
-                    ds = ds * (1 - tanh * tanh)
-                grouped_dq[..., rows, :] += ds @ k_j * options.scale
-                dk[..., tile.columns, :] += (ds.transpose(-2, -1) @ q_i).sum(dim=2) * options.scale
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+def _gradients(
+    d_out: torch.Tensor, d_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, options: Options, blocks: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk and dv (FlashAttention-2, algorithm 2), tile by tile from the saved lse."""
+    block_q, block_k = blocks
+    group, seq_q, seq_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    accumulate = lse.dtype
+    heads = (k.shape[1], group)
+    dq = torch.zeros(q.shape, dtype=accumulate, device=q.device)
+    dk = torch.zeros(k.shape, dtype=accumulate, device=q.device)
+    dv = torch.zeros_like(dk)
+    grouped_dq = dq.unflatten(1, heads)
+    # delta: the row sum of dO ∘ O is the row sum of P ∘ dP, without P (section 2.2 and
+    # algorithm 2, line 4). A gradient of lse enters through the same term: d lse / d S = P.
+    delta = (d_out.to(accumulate) * out.to(accumulate)).sum(dim=-1) - d_lse
+    q, d_out, lse, delta = (t.unflatten(1, heads) for t in (q, d_out, lse, delta))
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
+    # A row that saw no key has lse -inf; any finite stand-in keeps its P at exp(-inf) = 0.
+    lse = torch.where(lse == float("-inf"), 0.0, lse)
+
+    for rows in _query_blocks(seq_q, block_q):
+        q_i = q[..., rows, :].to(accumulate)
+        do_i = d_out[..., rows, :].to(accumulate)
+        for tile in _tiles_of(rows, seq_q, seq_k, block_k, options, q.device):
+            k_j = k[..., tile.columns, :].to(accumulate)
+            v_j = v[..., tile.columns, :].to(accumulate)
+            s = _scores(q_i, k_j, tile, options)
+            p = torch.exp(s - lse[..., rows].unsqueeze(-1))  # P again, from lse alone
+            dv[..., tile.columns, :] += (p.transpose(-2, -1) @ do_i).sum(dim=2)
+            dp = do_i @ v_j.transpose(-2, -1)
+            ds = p * (dp - delta[..., rows].unsqueeze(-1))
+            if options.softcap is not None:  # d tanh(x) = 1 - tanh²(x); P is 0 where masked
+                tanh = torch.where(p == 0, 0.0, s / options.softcap)
+                ds = ds * (1 - tanh * tanh)
+            grouped_dq[..., rows, :] += ds @ k_j * options.scale
+            dk[..., tile.columns, :] += (ds.transpose(-2, -1) @ q_i).sum(dim=2) * options.scale
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
