@@ -17,7 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashcourse  # noqa: F401  (before Triton)
 from flashcourse import runtime
-from flashcourse.attention import flash_attention, naive_attention
+from flashcourse.attention import (
+    flash_attention,
+    flash_attention_varlen,
+    flash_decode,
+    naive_attention,
+    paged_attention,
+)
 from flashcourse.measure import Backend, which_backend, why_not
 from flashcourse.measure.backend import classify
 from flashcourse.measure.why_not import BACKENDS, _hearing, explain
@@ -89,6 +95,28 @@ def test_two_backends_in_one_call_are_both_named() -> None:
     assert which_backend(both).forward == "FLASH + MATH"
 
 
+@pytest.mark.needs_triton
+def test_the_kernels_of_the_course_are_seen_without_gradients_and_in_the_interpreter() -> None:
+    q, k, v = (t.detach() for t in leaves(runtime.device().type))
+    batch, heads, seq, head_dim = k.shape
+    lengths = torch.full((batch,), seq, dtype=torch.int32, device=q.device)
+    offsets = torch.tensor([0, seq], dtype=torch.int32, device=q.device)
+    pages = k.reshape(batch, seq, heads, head_dim)
+    table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    calls: dict[str, Callable[[], object]] = {
+        "flash": lambda: flash_attention(q, k, v),
+        "varlen": lambda: flash_attention_varlen(
+            *(t[0].transpose(0, 1) for t in (q, k, v)), offsets, offsets),
+        "decode": lambda: flash_decode(q[:, :, :1], k, v, lengths, num_splits=1),
+        "split": lambda: flash_decode(q[:, :, :1], k, v, lengths, num_splits=2),
+        "paged": lambda: paged_attention(q[:, :, :1], pages, pages, table, lengths),
+    }  # fmt: skip
+    for name, call in calls.items():
+        found = which_backend(call)
+        assert (found.forward, found.backward) == ("flashcourse", None), name
+        assert found.split_kv == (name == "split"), name
+
+
 def test_dropout_moves_the_cpu_to_math_in_silence() -> None:
     q, k, v = leaves()
     run = lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)  # noqa: E731
@@ -110,6 +138,7 @@ KERNEL_NAMES = {
     "triton_tem_fused_flex_attention_backward_zeros_1": "FLEX",
     "flash_forward_kernel": "flashcourse",
     "flash_backward_kv_kernel": "flashcourse",
+    "merge_splits_kernel": "flashcourse",
     "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>": "flash-attn",
     "ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_32x5_nn": "none",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::Half>": "none",
@@ -124,7 +153,7 @@ def test_names_of_kernels_are_enough(kernel: str) -> None:
     assert ran == KERNEL_NAMES[kernel]
     backward = any(word in kernel for word in ("bwd", "backward", "bprop", "cutlassB"))
     assert (ran.backward is not None) == backward
-    assert ran.split_kv == ("splitkv" in kernel)
+    assert ran.split_kv == ("split" in kernel)
 
 
 def test_a_result_keeps_its_evidence_when_it_is_pickled() -> None:
@@ -145,6 +174,27 @@ REFUSALS: dict[str, tuple[dict[str, int], dict[str, Any], str, str]] = {
     "heads": ({"heads": 4, "heads_kv": 2}, {}, "numbers of heads", "enable_gqa=True"),
     "empty": ({"seq_k": 0}, {}, "no tokens", "skip the call"),
 }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k[..., :8], v), "Expected size"),
+        (lambda q, k, v: (q, k, v.half()), "same dtype"),
+        (lambda q, k, v: (q, k, v[:, :, :5]), "Expected size"),
+        (lambda q, k, v: (q, k.repeat(3, 1, 1, 1), v), "must match"),
+    ],
+)
+def test_what_no_backend_takes_raises(change: Callable, message: str) -> None:
+    arguments = change(*(t.detach() for t in leaves()))
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(*arguments)
+    with pytest.raises(ValueError, match=message):
+        why_not(*arguments)
+    right = leaves()
+    assert why_not(*right)["MATH"].allowed
+    with pytest.raises(ValueError, match="one device"):
+        why_not(right[0].to("meta"), *right[1:])
 
 
 @pytest.mark.parametrize("name", REFUSALS)

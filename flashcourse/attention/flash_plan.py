@@ -63,8 +63,16 @@ class Launch:
         if self.compiled is not None:
             self.compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
             return
+        if runtime.interpreting():  # a GPU's profile has the kernel's name; give this one the same
+            with torch.profiler.record_function(f"flashcourse::{self.name}"):
+                self._launch(tensors)
+        else:
+            self.compiled = self._launch(tensors)
+
+    def _launch(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        """Compile, or find what was compiled, and launch; returns the compiled kernel."""
         try:
-            compiled = self.kernel[self.grid](
+            return self.kernel[self.grid](
                 *tensors, *self.numbers, **self.constants, **compiler_options(self.tiles)
             )
         except OutOfResources as error:
@@ -72,8 +80,6 @@ class Launch:
                 f"the {self.name} kernel does not fit this GPU with {self.tiles}: {error}. "
                 f"{self.advice()}"
             ) from error
-        if not runtime.interpreting():
-            self.compiled = compiled
 
     def advice(self) -> str:
         """What to do about tiles that do not fit."""

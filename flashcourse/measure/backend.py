@@ -34,7 +34,8 @@ OPERATORS: tuple[tuple[str, str], ...] = (
     (r"^aten::_scaled_dot_product_cudnn_attention", CUDNN),
     (r"^aten::_cudnn_attention_(forward|backward)", CUDNN),
     (r"^aten::_scaled_dot_product_attention_math", MATH),
-    # An ordinary call of flash_attention goes past the dispatcher, through an autograd function.
+    # An ordinary call of flash_attention goes past the dispatcher, through an autograd function;
+    # in the interpreter each launch leaves its name.
     (r"^flashcourse::|^_Flash(Backward)?$", OURS),
     (r"^flash_attn(_2|_3|_4)?::", FLASH_ATTN),
     (r"^FlexAttentionAutogradOp(Backward)?$", FLEX_UNFUSED),
@@ -48,10 +49,10 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (r"^triton_tem_.*flex_(attention|decoding)", FLEX),
     (r"\bflash::(flash_(fwd|bwd)|FlashAttn)|flash_attn.*cute|FlashAttention(Forward|Backward)Sm",
      FLASH_ATTN),
-    (r"^_?(flash|paged|decode|varlen)_[a-z_]*kernel(_[0-9a-z]+)*$", OURS),
+    (r"^_?(flash|paged|decode|varlen|merge_splits)_[a-z_]*kernel(_[0-9a-z]+)*$", OURS),
 )  # fmt: skip
 BACKWARD = re.compile(r"backward|bwd|bprop|fmha_cutlassB|Backward", re.IGNORECASE)
-SPLIT = re.compile(r"split_?kv|flex_decoding|_split|combine|_merge", re.IGNORECASE)
+SPLIT = re.compile(r"split_?kv|flex_decoding|_split|combine|_merge|::merge", re.IGNORECASE)
 
 EXPONENTIALS = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax", "aten::exp"}
 PRODUCTS = {"aten::bmm", "aten::baddbmm"}
@@ -71,7 +72,7 @@ class Backend(str):
             for it.
         operators: the operators that say so, sorted.
         kernels: the GPU kernels that say so, sorted; empty on a CPU.
-        split_kv: True if a kernel cut the keys among several programs, as decoding does.
+        split_kv: True if the keys were cut among several programs, as decoding does.
     """
 
     forward: str | None
@@ -90,7 +91,7 @@ class Backend(str):
         backend = super().__new__(cls, forward or backward or "none")
         backend.forward, backend.backward = forward, backward
         backend.operators, backend.kernels = tuple(operators), tuple(kernels)
-        backend.split_kv = any(SPLIT.search(kernel) for kernel in backend.kernels)
+        backend.split_kv = any(SPLIT.search(n) for n in (*backend.kernels, *backend.operators))
         return backend
 
     def __repr__(self) -> str:

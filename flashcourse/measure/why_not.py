@@ -167,6 +167,7 @@ def why_not(
             "into attn_mask"
         )
     call = _Call(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
+    _refuse_what_nothing_takes(call)
     verdicts = {name: _verdict(name, call) for name in BACKENDS}
     number = _ask_dispatcher(call)[0]
     names = {backend.value: name for name, backend in BACKENDS.items()}
@@ -184,6 +185,31 @@ class _Call:
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
+
+
+def _refuse_what_nothing_takes(call: _Call) -> None:
+    """Raise ValueError if shapes, dtypes or devices contradict each other.
+
+    MATH takes everything that SDPA takes. It is asked with tensors that hold no data.
+    """
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    if call.attn_mask is not None:
+        tensors["attn_mask"] = call.attn_mask
+    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"SDPA needs all tensors on one device, got {devices}")
+    if not _math_verdict(call).allowed:
+        return  # its own reason says more
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            torch.nn.functional.scaled_dot_product_attention(
+                empty["q"], empty["k"], empty["v"], empty.get("attn_mask"),
+                call.dropout_p, call.is_causal, enable_gqa=call.enable_gqa,
+            )  # fmt: skip
+    except RuntimeError as error:
+        shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
+        raise ValueError(f"SDPA does not take these arguments: {shapes}: {error}") from error
 
 
 def _verdict(name: str, call: _Call) -> Verdict:
