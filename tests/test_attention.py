@@ -320,6 +320,9 @@ K = torch.zeros(1, 2, 5, 8)
         ((Q, K, K), {"window_size": (-2, 0)}, ValueError, "left"),
         ((Q, K, K), {"window_size": (0, 1.5)}, TypeError, "right"),
         ((Q, K, K), {"is_causal": 1}, TypeError, "True or False"),
+        ((Q, K, K), {"return_lse": "no"}, TypeError, "return_lse must be True or False"),
+        ((Q, K, K), {"scale": 10**400}, ValueError, r"finite, got 1000.*\(401 characters\)"),
+        ((Q.to_sparse(), K, K), {}, TypeError, "q has layout sparse_coo; allowed is strided"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -327,6 +330,19 @@ def test_wrong_arguments_say_what_is_allowed(arguments, options, error, words):
     for function in functions().values():
         with pytest.raises(error, match=words):
             function(*arguments, **options)
+
+
+def test_a_window_wider_than_any_tensor_is_none():
+    for function in functions().values():
+        wide = function(Q, K, K, window_size=(10**30, 0))
+        assert torch.equal(wide, function(Q, K, K, window_size=(None, 0)))
+
+
+def test_tensors_without_data_give_shapes():
+    for function in functions().values():
+        out, lse = function(*(t.to("meta") for t in (Q, K, K)), return_lse=True)
+        assert (out.shape, lse.shape) == (Q.shape, Q.shape[:3])
+        assert out.is_meta
 
 
 def test_wrong_blocks():

@@ -69,6 +69,8 @@ def wrong_calls() -> list[tuple[str, type[Exception], Any]]:
         ("num_splits must be between", ValueError, decode(q, k, v, lengths, num_splits=0)),
         ("num_splits must be an integer", TypeError, decode(q, k, v, lengths, num_splits=2.0)),
         ("softcap must be positive", ValueError, decode(q, k, v, lengths, softcap=0.0)),
+        ("return_lse must be", TypeError, decode(q, k, v, lengths, return_lse=1)),
+        ("return_lse must be", TypeError, paged(q, kp, vp, table, lengths, return_lse=None)),
         ("page_size 0", ValueError, paged(q, kp[:, :0], vp[:, :0], table, lengths)),
         ("page_size 257", ValueError, paged(q, kp[:, :1].expand(-1, 257, -1, -1),
                                             vp[:, :1].expand(-1, 257, -1, -1), table, lengths)),

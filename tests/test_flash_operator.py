@@ -155,12 +155,23 @@ def test_inputs_are_not_changed() -> None:
         ({"window_size": 3}, TypeError, "window_size must be a pair"),
         ({"window_size": (-2, 0)}, ValueError, "window_size left"),
         ({"is_causal": 1}, TypeError, "is_causal"),
+        ({"q": torch.zeros(1, 2, 4, 8).to_sparse()}, TypeError, "q has layout sparse_coo"),
+        ({"return_lse": 1}, TypeError, "return_lse must be True or False"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {name: torch.zeros(1, 2, 4, 8) for name in "qkv"} | change
     with pytest.raises(error, match=message):
         flash_attention(**arguments)
+
+
+def test_tensors_without_data_give_shapes() -> None:
+    q, k = (torch.zeros(1, 2, n, 8, device="meta").requires_grad_() for n in (4, 5))
+    out, lse = flash_attention(q, k, k, window_size=(10**30, 0), return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    out.sum().backward()
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
 
 
 @pytest.mark.parametrize(
@@ -175,6 +186,7 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message
         ({"cu_seqlens_k": torch.tensor([0, 3, 6], dtype=torch.int32)}, ValueError, "num_sequences"),
         ({"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q must be an integer"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k"),
+        ({"max_seqlen_k": 5}, ValueError, "max_seqlen_k is 5, but a sequence has length 6"),
     ],
 )
 def test_wrong_varlen_arguments(

@@ -10,6 +10,7 @@ import torch
 
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+WIDER_THAN_ALL = 2**62  # keys either side: more than a tensor can hold
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def resolve_options(
     scale: float | None,
     window_size: tuple[int | None, int | None] | None,
     softcap: float | None,
+    return_lse: bool,
 ) -> Options:
     """Check the options of an attention call and fill in the defaults.
 
@@ -45,20 +47,21 @@ def resolve_options(
         TypeError: an option has the wrong type.
         ValueError: an option has a value that is not allowed.
     """
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
     if scale is None:
         scale = head_dim**-0.5
     elif not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {scale!r}")
-    elif not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale!r}")
+    elif not _is_finite(scale):
+        raise ValueError(f"scale must be finite, got {_short(scale)}")
     if softcap is not None:
         if not _is_number(softcap):
             raise TypeError(f"softcap must be a positive number or None, got {softcap!r}")
-        if not (math.isfinite(softcap) and softcap > 0):
+        if not (_is_finite(softcap) and softcap > 0):
             raise ValueError(
-                f"softcap must be positive and finite, got {softcap!r}; None switches it off"
+                f"softcap must be positive and finite, got {_short(softcap)}; None switches it off"
             )
     left, right = _resolve_window(window_size)
     if is_causal:
@@ -101,6 +104,8 @@ def _quickly_right(q: object, k: object, v: object, dtypes: tuple[torch.dtype, .
     ):
         return False
     if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype in dtypes):
+        return False
+    if not (q.layout == k.layout == v.layout == torch.strided):
         return False
     batch, heads_q, _, head_dim = q.shape
     batch_k, heads_kv, _, head_dim_k = k.shape
@@ -157,11 +162,20 @@ def check_varlen(
         cu_seqlens_q=cu_seqlens_q.shape[0],
         cu_seqlens_k=cu_seqlens_k.shape[0],
     )
-    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+    for name, bound, offsets in (
+        ("max_seqlen_q", max_seqlen_q, cu_seqlens_q), ("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    ):  # fmt: skip
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
             raise TypeError(f"{name} must be an integer or None, got {bound!r}")
         if bound is not None and bound < 0:
             raise ValueError(f"{name} must be 0 or more, got {bound}")
+        if bound is not None and _can_read(offsets):
+            longest = max(offsets.diff().tolist(), default=0)
+            if longest > bound:
+                raise ValueError(
+                    f"{name} is {bound}, but a sequence has length {longest}; it must be an upper "
+                    "bound, or None"
+                )
 
 
 def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
@@ -171,7 +185,7 @@ def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
         raise ValueError(
             f"{name} must have 1 dimension (num_sequences + 1), got shape {tuple(offsets.shape)}"
         )
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _can_read(offsets):
         values = offsets.tolist()
         if values[0] != 0 or values != sorted(values) or values[-1] > total:
             raise ValueError(
@@ -180,10 +194,18 @@ def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
             )
 
 
+def _can_read(offsets: torch.Tensor) -> bool:
+    """True if reading the values neither waits for a GPU nor breaks a trace."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that ``tensor`` is a tensor of one of ``dtypes``; raise TypeError otherwise."""
+    """Check that ``tensor`` is a dense tensor of one of ``dtypes``; raise TypeError otherwise."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"{name} has layout {layout}; allowed is strided: call .to_dense()")
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         came = str(tensor.dtype).removeprefix("torch.")
@@ -216,6 +238,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_finite(value: float) -> bool:
+    """False also for an integer that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
+
+
 def _resolve_window(window_size: object) -> tuple[int | None, int | None]:
     if window_size is None:
         return None, None
@@ -229,5 +264,5 @@ def _resolve_window(window_size: object) -> tuple[int | None, int | None]:
             raise ValueError(
                 f"window_size {name} must be 0 or more, or -1 or None for no limit, got {side}"
             )
-        sides.append(None if side in (None, -1) else side)
+        sides.append(None if side in (None, -1) or side >= WIDER_THAN_ALL else side)
     return sides[0], sides[1]

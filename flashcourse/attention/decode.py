@@ -64,7 +64,12 @@ def flash_decode(
     """
     check_decode(q, k_cache, v_cache, cache_seqlens, HALF_AND_SINGLE)
     options = resolve_decode_options(
-        q.shape[3], scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits
+        q.shape[3],
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
     )
     check_no_gradient("flash_decode", q=q, k_cache=k_cache, v_cache=v_cache)
     runtime.require_triton("flash_decode")

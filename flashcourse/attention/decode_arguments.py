@@ -106,6 +106,7 @@ def resolve_decode_options(
     window_size: tuple[int | None, int | None] | None,
     softcap: float | None,
     num_splits: int | None,
+    return_lse: bool = False,
 ) -> Options:
     """Check the options and fill in the defaults; decode is always causal.
 
@@ -119,7 +120,12 @@ def resolve_decode_options(
         if not 1 <= num_splits <= MOST_SPLITS:
             raise ValueError(f"num_splits must be between 1 and {MOST_SPLITS}, got {num_splits}")
     return resolve_options(
-        head_dim, is_causal=True, scale=scale, window_size=window_size, softcap=softcap
+        head_dim,
+        is_causal=True,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
     )
 
 

@@ -63,7 +63,12 @@ def flash_attention(
     """
     check_dense(q, k, v, HALF_AND_SINGLE)
     options = resolve_options(
-        q.shape[-1], is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap
+        q.shape[-1],
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
     )
     runtime.require_triton("flash_attention")
     out, lse = _attend(q, k, v, None, None, options)
@@ -106,7 +111,12 @@ def flash_attention_varlen(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, HALF_AND_SINGLE)
     options = resolve_options(
-        q.shape[-1], is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap
+        q.shape[-1],
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
     )
     runtime.require_triton("flash_attention_varlen")
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # (1, heads, total, head_dim)
@@ -137,11 +147,13 @@ def _attend(
 
 
 def _ordinary(*tensors: torch.Tensor) -> bool:
-    """True if nobody is looking: no tensor subclass, no tracing, no counting mode.
+    """True if nobody is looking: no tensor subclass or one without data, no tracing or counting.
 
     Then the way through the dispatcher, 40 µs when a gradient is wanted, can be saved.
     """
-    return not is_in_torch_dispatch_mode() and all(type(t) in _PLAIN for t in tensors)
+    return not is_in_torch_dispatch_mode() and all(
+        type(t) in _PLAIN and not t.is_meta for t in tensors
+    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

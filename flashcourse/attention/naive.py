@@ -51,7 +51,12 @@ def naive_attention(
     """
     check_dense(q, k, v, DTYPES)
     options = resolve_options(
-        q.shape[-1], is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap
+        q.shape[-1],
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
     )
     group = q.shape[1] // k.shape[1]
     seq_q, seq_k = q.shape[2], k.shape[2]

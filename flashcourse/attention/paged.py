@@ -56,7 +56,12 @@ def paged_attention(
     """
     check_paged(q, k_pages, v_pages, block_table, cache_seqlens, HALF_AND_SINGLE)
     options = resolve_decode_options(
-        q.shape[3], scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits
+        q.shape[3],
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
     )
     check_no_gradient("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages)
     runtime.require_triton("paged_attention")

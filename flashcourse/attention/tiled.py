@@ -51,7 +51,12 @@ def tiled_attention(
     """
     check_dense(q, k, v, DTYPES)
     options = resolve_options(
-        q.shape[-1], is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap
+        q.shape[-1],
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
     )
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if not isinstance(block, int) or isinstance(block, bool):
