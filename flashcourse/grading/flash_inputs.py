@@ -9,10 +9,9 @@ import torch
 from flashcourse import runtime
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.question import Case
-from flashcourse.grading.triton_work import as_half, here
+from flashcourse.grading.triton_work import FEW_BITS, as_half, here
 
 HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100)  # no power of two
-FEW_BITS = 71.4375  # loses nothing in float16, nor does a quarter of it times log2(e)
 LONG = (4096, 4096) if runtime.has_gpu() else (64, 320)  # lengths with which memory is judged
 
 Draw = Callable[[torch.Generator], Iterator[Case]]
