@@ -64,8 +64,6 @@ CHANGES = {
     "float16 accumulator": [
         (NEW_OUT, "            o = o.to(v_j.dtype).to(tl.float32)\n" + NEW_OUT)
     ],
-    "the sum in float16": [(NEW_OUT, "            l = l.to(q_i.dtype).to(tl.float32)\n" + NEW_OUT)],
-    "documents of a fixed length": [("cdiv(max_seqlen,", "cdiv(min(max_seqlen, 1024),"), ZEROS],
     "scores rounded to float16": [
         (PRODUCT, PRODUCT + "            s = s.to(q_i.dtype).to(tl.float32)\n")
     ],
@@ -84,8 +82,9 @@ REJECTED = {
             (NEW_OUT, "            l = l.to(q_i.dtype).to(tl.float32)\n" + NEW_OUT),
             ("block = 32", f"block = {block}"),
         ]
-        for block in (64, 128)
+        for block in (16, 32, 128)
     },
+    "programs for 1,024 tokens": [("cdiv(max_seqlen,", "cdiv(min(max_seqlen, 1024),"), ZEROS],
     "1,024 tokens a document": [(LENGTH, f"{LENGTH}\n    seq = tl.minimum(seq, 1024)"), ZEROS],
     "1,024 keys a document": [(LOOPS_OVER, f"tl.minimum(1024, {LOOPS_OVER})")],
     "64 documents": [("cu_seqlens.numel() - 1)", "min(cu_seqlens.numel() - 1, 64))"), ZEROS],
