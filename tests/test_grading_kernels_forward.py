@@ -247,6 +247,17 @@ RIGHT = {
     "tiles of 16": ("lab4.flash_forward", [(TILES, "block_q, block_k = 16, 16  # the")]),
     # tl.max makes float32 of float16, and so all that follows is float32.
     "no cast": ("lab4.row_softmax", [('float("-inf")).to(tl.float32)', 'float("-inf"))')]),
+    "a maximum that moves by 8 or not at all": (
+        "lab4.flash_forward",
+        [(HIGHEST, HIGHEST + "\n        m_new = tl.where(m_new - m > 8.0, m_new, m)")],
+    ),
+    "base 2, through the logarithm of the sum": (
+        "lab4.row_softmax",
+        [("e = tl.exp(s - tl.max(s, 0))",
+          "t = s * 1.4426950408889634\n    top = tl.max(t, 0)\n"
+          "    e = tl.exp2(t - (top + tl.log2(tl.sum(tl.exp2(t - top), 0))))"),
+         ("e / tl.sum(e, 0)", "e")],
+    ),
     "a product with 1 / sum": (
         "lab4.row_softmax", [("e / tl.sum(e, 0)", "e * (1.0 / tl.sum(e, 0))")],
     ),

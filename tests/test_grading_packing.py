@@ -133,6 +133,13 @@ REJECTED = {
 ACCEPTED = {
     "tiles of 16": [("block = 32", "block = 16")],
     "tiles of 128": [("block = 32", "block = 128")],
+    "a maximum that moves by 8 or not at all": [
+        (
+            "m_new = tl.maximum(m, tl.max(s, 1))",
+            "m_new = tl.maximum(m, tl.max(s, 1))\n"
+            "            m_new = tl.where(m_new - m > 8.0, m_new, m)",
+        ),
+    ],
     "base 2, and q scaled before the product": [
         (
             "        m = tl.full",
