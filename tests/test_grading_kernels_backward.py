@@ -21,6 +21,7 @@ DPT = 'tl.dot(v_j, tl.trans(do_i), input_precision="ieee")'
 S = 'tl.dot(q_i, tl.trans(k_j), input_precision="ieee") * scale'
 ST = 'tl.dot(k_j, tl.trans(q_i), input_precision="ieee") * scale'
 LSE = "tl.load(lse + row, mask=rows < seq_q, other=0.0)"
+NO_KEY = 'lse_i = tl.where(lse_i == float("-inf"), 0.0, lse_i)'
 SHAPE = "    batch, heads, seq_q, head_dim = q.shape\n"
 DELTA = "delta = (do.float() * out.float()).sum(-1)"
 SIZES = '"BLOCK_Q": block if q.is_cuda else 64, "BLOCK_K": block if q.is_cuda else 64,'
@@ -90,6 +91,27 @@ WRONG_BACKWARD = {
         None,
     ),
     "no more than 1,024 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 1024)\n")], None),
+    "no more than 1,024 queries": (
+        [("in range(begin, seq_q, BLOCK_Q)", "in range(begin, tl.minimum(seq_q, 1024), BLOCK_Q)")],
+        None,
+    ),
+    "no more than 512 keys if causal": (
+        [("stop = tl.minimum(seq_k,", "stop = tl.minimum(tl.minimum(seq_k, 512),")], None,
+    ),
+    "groups of at most 3": (
+        [("in range(0, group)", "in range(0, tl.minimum(group, 3))")], None,
+    ),
+    **{
+        f"lse from {lowest} on": ([(NO_KEY, f"lse_i = tl.maximum({NO_KEY[8:]}, {lowest})")], None)
+        for lowest in ("-1000.0", "-10000.0")
+    },
+    "lse below −10,000 taken for −inf": (
+        [('lse_i == float("-inf")', "lse_i < -10000.0")], None,
+    ),
+    "−inf − (−inf) in float16 alone": (
+        [('(lse_i == float("-inf"),', '((lse_i == float("-inf")) & (q_i.dtype == tl.float32),')],
+        None,
+    ),
     "KV head modulo 2": (
         [("kv_head = (tl.program_id(0) // tiles % heads_kv)",
           "kv_head = (tl.program_id(0) // tiles % heads_kv % 2)")],
@@ -145,6 +167,7 @@ WRONG_DELTA = {
     "do clipped": (
         [("    batch, heads, seq,", "    do = do.clamp(-10, 10)\n    batch, heads, seq,")], None,
     ),
+    "no more than 512 rows": ([("mask=rows < seq)", "mask=rows < tl.minimum(seq, 512))")], None),
     "stored in float16": (
         [(NEW_DELTA, NEW_DELTA.replace("torch.float32", "out.dtype"))],
         "delta stored in the inputs' dtype",

@@ -110,6 +110,23 @@ WRONG_FORWARD = {
         [("heads // k.shape[1], seq_q", "min(8, heads // k.shape[1]), seq_q")], None,
     ),
     "no more than 320 keys": ([("stop = seq_k\n", "stop = tl.minimum(seq_k, 320)\n")], None),
+    "no more than 1,024 queries": (
+        [("(rows[:, None] < seq_q)", "(rows[:, None] < tl.minimum(seq_q, 1024))"),
+         ("torch.empty(q.shape,", "torch.zeros(q.shape,")],
+        None,
+    ),
+    "no more than 512 keys if causal": (
+        [("stop = tl.minimum(seq_k,", "stop = tl.minimum(tl.minimum(seq_k, 512),")], None,
+    ),
+    "float16 heads of 64 at the most": (
+        [("HEAD_DIM=head_dim", "HEAD_DIM=min(head_dim, 64 if q.dtype == torch.float16 else 128)")],
+        None,
+    ),
+    "0 / 0 in float16 alone": (
+        [("safe_l = tl.where(l == 0.0,",
+          "safe_l = tl.where((l == 0.0) & (q_i.dtype == tl.float32),")],
+        None,
+    ),
     "one tile of 512 keys": (
         [("range(0, stop, BLOCK_K)", "range(0, 1)"), (TILES, "block_q, block_k = 64, 512  # the"),
          ("first_key + tl.arange", "first_key * BLOCK_K + tl.arange")],
@@ -146,6 +163,17 @@ WRONG_SOFTMAX = {
         (ROW_BLOCK, "block = min(triton.next_power_of_2(columns), 1024)"),
         ("torch.empty(x.shape", "torch.zeros(x.shape"),
     ],
+    **{
+        f"no more than {rows} rows": [
+            ("[(rows,)]", f"[(min(rows, {rows}),)]"),
+            ("torch.empty(x.shape", "torch.zeros(x.shape"),
+        ]
+        for rows in (8, 64, 1024)
+    },
+    "the maximum of the first 1,024": [
+        ("tl.max(s, 0)", 'tl.max(tl.where(j < 1024, s, float("-inf")), 0)')
+    ],
+    "an epsilon of a millionth": [("e / tl.sum(e, 0)", "e / (tl.sum(e, 0) + 1e-6)")],
     "a sum of 2,048 at the most": [("e / tl.sum(e, 0)", "e / tl.minimum(tl.sum(e, 0), 2048.0)")],
     "wide rows are flat": [
         ("    return p\n", "    return p if columns <= 1024 else torch.full_like(p, 1 / columns)\n")
@@ -166,7 +194,7 @@ WRONG_SOFTMAX = {
         ("torch.empty(x.shape, dtype=x.dtype, device=x.device)", "torch.empty_like(x)"),
         ("p + row * columns + j", "p + row * stride_row + j * stride_column"),
     ],
-}
+}  # fmt: skip
 
 
 def named(verdict):
@@ -174,12 +202,20 @@ def named(verdict):
 
 
 def rejected(question_id, answer, name=None):
-    """The last verdict; where no name is expected none is looked for, which takes seconds."""
+    """The last verdict; where no name is expected none is looked for, which takes seconds.
+
+    Nor are the checks behind the one that fails: the verdict is that of its check alone.
+    """
     question = find_question(question_id)
-    if name is None:
-        question = dataclasses.replace(question, mistakes=())
     for seed in range(SEEDS):
-        verdict = mark(question, answer, seed)
+        if name is None:
+            for check in question.checks:
+                alone = dataclasses.replace(question, checks=(check,), mistakes=())
+                verdict = mark(alone, answer, seed)
+                if verdict.status == "failed":
+                    break
+        else:
+            verdict = mark(question, answer, seed)
         assert verdict.status == "failed", f"seed {seed}: accepted"
         assert all(finding.message for finding in verdict.findings)
         assert named(verdict) == ({name} if name else set()), str(verdict)
@@ -211,6 +247,17 @@ RIGHT = {
     "tiles of 16": ("lab4.flash_forward", [(TILES, "block_q, block_k = 16, 16  # the")]),
     # tl.max makes float32 of float16, and so all that follows is float32.
     "no cast": ("lab4.row_softmax", [('float("-inf")).to(tl.float32)', 'float("-inf"))')]),
+    "a maximum that moves by 8 or not at all": (
+        "lab4.flash_forward",
+        [(HIGHEST, HIGHEST + "\n        m_new = tl.where(m_new - m > 8.0, m_new, m)")],
+    ),
+    "base 2, through the logarithm of the sum": (
+        "lab4.row_softmax",
+        [("e = tl.exp(s - tl.max(s, 0))",
+          "t = s * 1.4426950408889634\n    top = tl.max(t, 0)\n"
+          "    e = tl.exp2(t - (top + tl.log2(tl.sum(tl.exp2(t - top), 0))))"),
+         ("e / tl.sum(e, 0)", "e")],
+    ),
     "a product with 1 / sum": (
         "lab4.row_softmax", [("e / tl.sum(e, 0)", "e * (1.0 / tl.sum(e, 0))")],
     ),

@@ -364,6 +364,14 @@ MISTAKES = (
         _FIRST,
         tuple(_OTHERS),
     ),
+    Mistake(
+        "lse is not taken below a number",
+        "a row whose scores all lie far below 0 has its lse there too. If lse stops at -1000, "
+        "exp(s − lse) is 0 throughout. Only -inf, a row that saw no key, stands for something "
+        "else.",
+        _with(lambda lse: lse.clamp(min=-1000.0), "lse"),
+        (_with(lambda lse: torch.where(lse < -1000.0, 0.0, lse), "lse"),),
+    ),
     Mistake("gradients of 0", "all three results were zeros.", _zeros),
     Mistake(
         "strides of do ignored",

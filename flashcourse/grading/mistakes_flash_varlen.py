@@ -59,7 +59,7 @@ def _adapt(answer: Answer, block_q: int, block_k: int) -> Answer:
     return partial(by_document, _attend(answer, block_q, block_k))
 
 
-RIGHT = _adapt(tiled_forward, 32, 32)
+RIGHT = _adapt(tiled_forward, 128, 128)
 
 # Who sees whom ----------------------------------------------------------------------------------
 
@@ -182,20 +182,30 @@ def _accumulator(
 ) -> torch.Tensor:
     """The running output in ``dtype``, or in that of q."""
     forward = partial(tiled_forward, accumulate=dtype or q.dtype)
-    return by_document(_attend(forward, 32, block), q, *rest)
+    return by_document(_attend(forward, 128, block), q, *rest)
+
+
+def _half_sum(block: int, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """For float16 inputs, l rounded to float16 in every tile of keys."""
+
+    def rounded(factor: torch.Tensor, l: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return (factor * l + p.sum(dim=-1, keepdim=True)).half().float()
+
+    steps: dict[str, Any] = {"new_sum": rounded} if q.dtype == torch.float16 else {}
+    return by_document(_attend(partial(tiled_forward, **steps), 128, block), q, *rest)
 
 
 def _rounded_scores(dtype: torch.dtype | None, q: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Scores rounded to ``dtype``, or to that of q."""
     kept = dtype or q.dtype
     forward = partial(tiled_forward, scaled=lambda s, d: (s * d**-0.5).to(kept).float())
-    return by_document(_attend(forward, 32, 32), q, *rest)
+    return by_document(_attend(forward, 128, 128), q, *rest)
 
 
 def _starting_at(start: float, *, guarded: bool = False) -> Answer:
     """m starts at a number; ``guarded`` divides by 1 where the sum is 0."""
     options: dict[str, Any] = {} if guarded else {"finish": lambda o, l: o / l}
-    return _adapt(partial(tiled_forward, start=start, **options), 32, 32)
+    return _adapt(partial(tiled_forward, start=start, **options), 128, 128)
 
 
 def _one_maximum(*, padded: bool, **steps: Any) -> Answer:
@@ -243,7 +253,7 @@ MISTAKES = (
     Mistake(
         "cu_seqlens shifted by one",
         "document d begins at cu_seqlens[d], which is its own first token.",
-        partial(by_document, _attend(tiled_forward, 32, 32), offsets=_shifted),
+        partial(by_document, _attend(tiled_forward, 128, 128), offsets=_shifted),
     ),
     _any_of(
         "only the first tile of each document",
@@ -298,6 +308,18 @@ MISTAKES = (
             partial(_accumulator, tile, dtype)
             for dtype, tile in itertools.product((None, torch.float16), TILES)
         ),
+    ),
+    _any_of(
+        "the sum in float16",
+        "l was kept in float16, or in the inputs' dtype: small weights are lost where the sum is "
+        "large. m, l and o live in float32.",
+        (partial(_half_sum, tile) for tile in reversed(TILES)),
+    ),
+    _any_of(
+        "documents of a fixed length",
+        "only so many tokens of a document had an output. The grid needs "
+        "cdiv(max_seqlen, BLOCK) programs, however long a document is.",
+        (partial(_cut, limit) for limit in (1024, 512, 256)),
     ),
     Mistake(
         "scores rounded to float16",

@@ -34,7 +34,7 @@ def _attend(answer: Answer, tile: int) -> Step:
 def _read(pages: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Slots of pages as (1, heads_kv, keys, head_dim), float32; NaN for a page that is none."""
     exists = (entries >= 0) & (entries < pages.shape[0])
-    rows = on_cpu(pages)[torch.where(exists, entries, 0), slots]  # (keys, heads_kv, head_dim)
+    rows = on_cpu(pages[torch.where(exists, entries, 0), slots])  # (keys, heads_kv, head_dim)
     rows = torch.where(exists[:, None, None], rows, torch.nan)
     return rows.transpose(0, 1)[None]
 
@@ -115,6 +115,47 @@ def _half_accumulator(everywhere: bool, tile: int) -> Answer:
 
 def _half_accumulators() -> tuple[Answer, ...]:
     return tuple(_half_accumulator(low, tile) for low in (False, True) for tile in TILES)
+
+
+def _half_sums(tile: int) -> Answer:
+    """For float16 inputs, l rounded to float16 in every tile of keys."""
+
+    def rounded(factor: torch.Tensor, l: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return (factor * l + p.sum(dim=-1, keepdim=True)).half().float()
+
+    def answer(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        steps: dict[str, Any] = {"new_sum": rounded} if q.dtype == torch.float16 else {}
+        return _decode(q, *rest, attend=_attend(partial(tiled_forward, **steps), tile))
+
+    return answer
+
+
+def _in_32_bits(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """A page's number times its stride has 32 bits."""
+    exists = (block_table >= 0) & (block_table < len(k_pages))
+    entries = torch.where(exists, block_table, 0).unique()
+    pools = []
+    for pages in (k_pages, v_pages):
+        offsets = [_wrapped(n * pages.stride(0)) for n in entries.tolist()]
+        start = pages.storage_offset()
+        read = [
+            pages.as_strided(pages.shape[1:], pages.stride()[1:], start + offset)
+            for offset in offsets
+        ]
+        pools.append(torch.stack(read))
+    table = torch.searchsorted(entries, torch.where(exists, block_table, 0).contiguous())
+    k, v = pools
+    return _decode(q, k, v, torch.where(exists, table, -1), cache_seqlens)
+
+
+def _wrapped(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _half_scores(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -277,6 +318,19 @@ MISTAKES = (
         "every exp(s − m) underflows; rows past the group, whose scores are 0, count as others.",
         _one_maximum(TILES[0], True),
         tuple(_one_maximum(t, p) for p in (False, True) for t in TILES),
+    ),
+    Mistake(
+        "page offsets of 32 bits",
+        "a page's number times its stride passed 2³¹ and became negative. Make the number int64 as "
+        "soon as it is loaded: .to(tl.int64).",
+        _in_32_bits,
+    ),
+    Mistake(
+        "the sum in float16",
+        "l was kept in float16, or in the inputs' dtype: small weights are lost where the sum is "
+        "large. m, l and o live in float32.",
+        _half_sums(TILES[0]),
+        tuple(_half_sums(tile) for tile in TILES[1:]),
     ),
     Mistake(
         "scores rounded to float16",

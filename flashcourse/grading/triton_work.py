@@ -18,6 +18,7 @@ from flashcourse.grading.question import Answer, Case, Check, Mistake, Observati
 
 UNTIMED = "FLASHCOURSE_UNTIMED"  # a variable: a notebook that `grade` runs measures no time
 EPS16 = torch.finfo(torch.float16).eps
+FEW_BITS = 71.4375  # loses nothing in float16, nor does a quarter of it times log2(e)
 TILES = (64, 32, 16, 128)  # the sides that a learner's tiles may have
 # Mistakes whose numbers depend on the tiles, and on which side of them.
 DEPENDS = {
@@ -130,9 +131,11 @@ def read_with(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """What a kernel reads that is given these strides for it; 0 where memory ends."""
     start = tensor.storage_offset()
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    memory = tensor.as_strided((size - start,), (1,), start)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
-    memory = torch.nn.functional.pad(memory, (0, max(last + 1 - memory.numel(), 0)))
+    if start + last < size:  # the memory of a wide tensor can be too large to copy
+        return tensor.as_strided(tensor.shape, stride, start).clone()
+    memory = tensor.as_strided((size - start,), (1,), start)
+    memory = torch.nn.functional.pad(memory, (0, last + 1 - memory.numel()))
     return memory.as_strided(tensor.shape, stride).clone()
 
 
@@ -194,6 +197,37 @@ def half_tolerance(largest_score: float, largest_value: float) -> float:
     return EPS16 * (1 + largest_score / 2) * max(largest_value, 1e-3) + score_tolerance(
         largest_score, largest_value
     )
+
+
+FIRST_KEYS = 16  # of weight 1, where a sum in float16 has steps of 2⁻⁶
+LOW_VALUE = 1.984375  # just below 2, where a rounding of out is smallest: it adds least to P's
+
+
+def set_small_weights(q: torch.Tensor, first: torch.Tensor, others: torch.Tensor) -> None:
+    """Make the first keys of a row outweigh each other one by e^9.97, in place.
+
+    What 128 of the others add, 0.006, is less than half a step of float16 at 16: a sum that is
+    rounded to it at every tile, of any size, never grows. The numbers lose nothing if they are
+    scaled in float16, for base e or 2.
+
+    Args:
+        q: float16 queries, head_dim 16.
+        first, others: their keys.
+    """
+    for tensor in (q, others, first):
+        tensor.zero_()
+    q[..., 0], first[..., 0] = FEW_BITS / 64, FEW_BITS / 2
+
+
+def small_weights_tolerance(moved: float, keys: int) -> float:
+    """The error of out that any right float16 answer may make in such a row, with all values
+    LOW_VALUE.
+
+    P is rounded by half an eps, or by half of the smallest float16 number where it is below the
+    normal ones, out by half a step; a score moves by ``moved`` if q or k was scaled in float16.
+    """
+    rounded = EPS16 / 2 + 2.0**-25 * keys + moved
+    return (rounded + score_tolerance(10.0, 1.0)) * LOW_VALUE + EPS16 / 2
 
 
 # Known mistakes in PyTorch, with the tiles that a learner may have chosen -------------------------

@@ -37,10 +37,15 @@ def _allowed(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
     It is relative to the probability: the exponent is off by the rounding of both scores, or of a
     score and the row's lse, and the sum, in whatever order, by half an eps for each of its terms.
-    float16 adds the one rounding of the result. Absolutely, what is below the smallest may be lost.
+    A single finite entry has probability 1: its score cancels, up to the rounding of a product
+    with log2 e. float16 adds the one rounding of the result. Absolutely, what is below the smallest
+    may be lost.
     """
-    scores = x.abs()[torch.isfinite(x)].max().item()
-    relative = 4 * EPS * (4 + scores) + EPS / 2 * x.shape[1]
+    x = x.detach().cpu()
+    finite = torch.isfinite(x)
+    scores = torch.where(finite, x, 0).double().abs().amax(dim=1, keepdim=True)
+    several = 4 * EPS * (4 + scores) + EPS / 2 * x.shape[1]
+    relative = torch.where(finite.sum(dim=1, keepdim=True) > 1, several, 4 * EPS * (1 + scores))
     if x.dtype == torch.float16:
         return (relative * (1 + EPS16) + EPS16 / 2) * p + 2.0**-24
     return relative * p + 1e-37
@@ -62,6 +67,14 @@ def _shapes(generator: torch.Generator) -> Iterator[Case]:
         yield _case(generator, integer(generator, 3, 7), columns)
     yield _case(generator, 2, integer(generator, 3000, 4095))
     yield _case(generator, 2, 4096)
+    case = _case(generator, 2, 4096, note="an entry of 200 near the end")
+    case.args[0][0, -9] = 200  # a maximum of the first thousands lets exp overflow
+    yield case
+    yield _case(generator, integer(generator, 3, 7), 1, 0.1, "near 0")
+
+
+def _many_rows(generator: torch.Generator) -> Iterator[Case]:
+    yield _case(generator, integer(generator, 1030, 1100), integer(generator, 3, 7))
 
 
 def _far_rows(generator: torch.Generator) -> Iterator[Case]:
@@ -174,6 +187,7 @@ QUESTION = Question(
     points=4,
     checks=(
         Check("every row, of any width", _shapes, _judge),
+        Check("as many rows as there are", _many_rows, _judge),
         Check("rows far from 0", _far_rows, _judge),
         Check("entries of −inf get probability 0", _hidden, _judge),
         Check("float16 in and out, float32 between", _half, _judge),

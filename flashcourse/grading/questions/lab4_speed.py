@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashcourse import runtime
+from flashcourse.grading import flash_inputs
 from flashcourse.grading.judge import judge_tensor
 from flashcourse.grading.question import Answer, Case, Check, Observation, Question, Race
 from flashcourse.grading.questions import lab4_flash_forward as forward
@@ -38,9 +39,11 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def _small(generator: torch.Generator) -> Iterator[Case]:
-    yield as_half(forward.draw_case(generator, 70, 150, heads=(2, 2), head_dim=HEAD_DIM))
-    yield as_half(forward.draw_case(generator, 33, 33, head_dim=HEAD_DIM, is_causal=True, scale=5))
-    yield as_half(forward.large_sum_case(generator))
+    yield as_half(flash_inputs.draw_case(generator, 70, 150, heads=(2, 2), head_dim=HEAD_DIM))
+    yield as_half(
+        flash_inputs.draw_case(generator, 33, 33, head_dim=HEAD_DIM, is_causal=True, scale=5)
+    )
+    yield as_half(flash_inputs.large_sum_case(generator))
 
 
 def _judge_own_work(case: Case, observation: Observation) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashcourse.grading import flash_inputs
 from flashcourse.grading.draw import strided
 from flashcourse.grading.judge import FORBIDDEN_ATTENTION, judge_operators, judge_tensors
 from flashcourse.grading.mistakes_flash_backward import RIGHT, softmax_attention
@@ -16,7 +17,7 @@ from flashcourse.grading.question import Answer, Case, Check, Mistake, Observati
 from flashcourse.grading.questions import lab3_tiled_backward as lab3
 from flashcourse.grading.questions import lab4_flash_forward as forward
 from flashcourse.grading.questions import lab5_flash_backward as backward
-from flashcourse.grading.triton_work import here, needs_triton, where_it_ran
+from flashcourse.grading.triton_work import as_half, here, needs_triton, where_it_ran
 from flashcourse.measure.allocations import AllocationWatch
 
 NAMES = ("out", *lab3.NAMES)
@@ -158,7 +159,7 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
 # The inputs -------------------------------------------------------------------------------------
 
 
-def _with_do(draw: forward.Draw, sums: bool = False, scale: float = 1.0) -> forward.Draw:
+def _with_do(draw: flash_inputs.Draw, sums: bool = False, scale: float = 1.0) -> flash_inputs.Draw:
     """The case of the forward with a gradient of out, of this scale, behind its inputs."""
 
     def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -171,27 +172,29 @@ def _with_do(draw: forward.Draw, sums: bool = False, scale: float = 1.0) -> forw
 
 
 def _plain(generator: torch.Generator) -> Iterator[Case]:
-    yield forward.draw_case(generator, 33, 49, heads=(2, 2))
-    yield forward.draw_case(generator, 37, 37, heads=(4, 2), head_dim=24, is_causal=True)
-    yield forward.draw_case(generator, 21, 64, is_causal=True, scale=5)
+    yield flash_inputs.draw_case(generator, 33, 49, heads=(2, 2))
+    yield flash_inputs.draw_case(generator, 37, 37, heads=(4, 2), head_dim=24, is_causal=True)
+    yield flash_inputs.draw_case(generator, 21, 64, is_causal=True, scale=5)
 
 
 def _one(generator: torch.Generator) -> Iterator[Case]:
-    yield forward.draw_case(generator, 19, 23, heads=(4, 2), is_causal=True)
+    yield flash_inputs.draw_case(generator, 19, 23, heads=(4, 2), is_causal=True)
 
 
 def _empty(generator: torch.Generator) -> Iterator[Case]:
-    yield forward.draw_case(generator, 39, 27, is_causal=True)
+    yield flash_inputs.draw_case(generator, 39, 27, is_causal=True)
 
 
 def _defaults(generator: torch.Generator) -> Iterator[Case]:
-    *args, _, _, do = backward.with_gradient(generator, next(forward.default_cases(generator))).args
+    *args, _, _, do = backward.with_gradient(
+        generator, next(flash_inputs.default_cases(generator))
+    ).args
     yield Case("q, k, v and no options", (*args, do))
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
     """Every tensor in a layout of its own."""
-    plain = forward.draw_case(generator, 9, 14, heads=(2, 2), batch=3, is_causal=True)
+    plain = flash_inputs.draw_case(generator, 9, 14, heads=(2, 2), batch=3, is_causal=True)
     for case in _with_do(lambda _: iter([plain]))(generator):
         orders = ((0, 2, 1, 3), (1, 3, 0, 2), (0, 1, 3, 2), (3, 0, 2, 1))
         args = tuple(here(strided(t.cpu(), o)) for t, o in zip(case.args, orders, strict=True))
@@ -199,11 +202,11 @@ def _layouts(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _half(generator: torch.Generator) -> Iterator[Case]:
-    yield forward.as_half(forward.draw_case(generator, 33, 41, heads=(2, 1), is_causal=True))
+    yield as_half(flash_inputs.draw_case(generator, 33, 41, heads=(2, 1), is_causal=True))
 
 
 def _long(generator: torch.Generator) -> Iterator[Case]:
-    yield forward.draw_case(generator, *LENGTHS)
+    yield flash_inputs.draw_case(generator, *LENGTHS)
 
 
 # The known mistakes: an autograd function with one place changed ---------------------------------

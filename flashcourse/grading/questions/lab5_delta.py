@@ -46,9 +46,9 @@ def _case(
 
 
 def _shapes(generator: torch.Generator) -> Iterator[Case]:
-    yield _case(generator, 3, 3, integer(generator, 35, 64), 16)
+    yield _case(generator, 3, 5, integer(generator, 35, 64), 16)
     yield _case(generator, 1, 2, 1, 24)
-    case = _case(generator, 1, 1, integer(generator, 130, 170), 111)
+    case = _case(generator, 1, 1, integer(generator, 520, 560), 111)
     out, do = case.args
     yield Case(f"{case.description}, do × 100", (out, 100 * do))
     yield _case(generator, 1, 2, 33, 128)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashcourse.grading import flash_inputs
 from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.judge import judge_tensors
 from flashcourse.grading.mistakes_flash_backward import MISTAKES, RIGHT
@@ -95,7 +96,7 @@ def with_gradient(generator: torch.Generator, case: Case, scale: float = 1.0) ->
     return Case(case.description, (q, k, v, *rest), case.kwargs)
 
 
-def _from(draw: forward.Draw, scale: float = 1.0) -> forward.Draw:
+def _from(draw: flash_inputs.Draw, scale: float = 1.0) -> flash_inputs.Draw:
     def cases(generator: torch.Generator) -> Iterator[Case]:
         for case in draw(generator):
             yield with_gradient(generator, case, scale)
@@ -105,7 +106,7 @@ def _from(draw: forward.Draw, scale: float = 1.0) -> forward.Draw:
 
 def _large_causal(generator: torch.Generator) -> Iterator[Case]:
     """Hidden scores far above the row's lse: exp of them overflows."""
-    case = forward.draw_case(
+    case = flash_inputs.draw_case(
         generator, 21, 21, scale=5, is_causal=True, note="hidden scores above 100"
     )
     q, k, _ = case.args
@@ -115,21 +116,36 @@ def _large_causal(generator: torch.Generator) -> Iterator[Case]:
     yield case
 
 
+def _far_below(generator: torch.Generator) -> Iterator[Case]:
+    """Every other row has all its scores near −16,000, and its lse there as well.
+
+    Few bits make the scores exact in any order of their sums.
+    """
+    note = "rows near 16,000 and −16,000"
+    case = flash_inputs.draw_case(generator, 10, integer(generator, 9, 15), note=note)
+    q, k, _ = case.args
+    for t in (q, k):
+        t.copy_((4 * t).round() / 4)
+    q[..., 0], k[..., 0] = 256, -256
+    q[..., ::2, 0] = -256
+    yield case
+
+
 def _grouped(generator: torch.Generator) -> Iterator[Case]:
-    """Two query heads to each of three KV heads, and three to one; batch 3; causal too."""
-    yield forward.draw_case(generator, 9, 14, heads=(6, 3))
-    yield forward.draw_case(generator, 10, 10, heads=(3, 1), batch=3, is_causal=True)
+    """Two query heads to each of three KV heads, and nine to one; batch 3; causal too."""
+    yield flash_inputs.draw_case(generator, 9, 14, heads=(6, 3))
+    yield flash_inputs.draw_case(generator, 10, 10, heads=(9, 1), batch=3, is_causal=True)
 
 
 def _layouts(generator: torch.Generator) -> Iterator[Case]:
-    for case in _from(forward.layout_cases)(generator):
+    for case in _from(flash_inputs.layout_cases)(generator):
         *rest, do = case.args
         yield Case(case.description, (*rest, here(strided(do.cpu(), (3, 0, 2, 1)))), case.kwargs)
 
 
 def _tails(generator: torch.Generator) -> Iterator[Case]:
     """All heads share the memory of the first, that of do too."""
-    for case in _from(forward.tail_cases)(generator):
+    for case in _from(flash_inputs.tail_cases)(generator):
         do = case.args[-1]
         do[:, 1:] = do[:, :1]
         yield case
@@ -137,7 +153,7 @@ def _tails(generator: torch.Generator) -> Iterator[Case]:
 
 def _expanded(generator: torch.Generator) -> Iterator[Case]:
     """A do of ones, which the call then expands from one number."""
-    case = with_gradient(generator, forward.draw_case(generator, 19, 23, heads=(2, 2)))
+    case = with_gradient(generator, flash_inputs.draw_case(generator, 19, 23, heads=(2, 2)))
     *rest, do = case.args
     yield Case(
         f"{case.description}, do with all strides 0", (*rest, torch.ones_like(do)), case.kwargs
@@ -149,13 +165,6 @@ def _call_expanded(answer: Answer, *args: torch.Tensor, **kwargs: Any) -> Any:
     return answer(*rest, do.reshape(-1)[:1].reshape(()).expand(do.shape), **kwargs)
 
 
-def _half(generator: torch.Generator) -> Iterator[Case]:
-    yield as_half(forward.draw_case(generator, 33, 70, head_dim=64))
-    yield as_half(
-        forward.draw_case(generator, 21, 43, heads=(4, 2), head_dim=40, scale=5, is_causal=True)
-    )
-
-
 def _half_sums(generator: torch.Generator) -> Iterator[Case]:
     """Every sum passes 65,504 on the way and ends below: dk and dv first, then dq.
 
@@ -163,7 +172,7 @@ def _half_sums(generator: torch.Generator) -> Iterator[Case]:
     spread it over all keys, and the terms of delta, ±72,000 in turns, add up to 0; the gradients
     of the scores are exact in float16.
     """
-    case = forward.draw_case(generator, 300, 2, note="do near 1,200, then −600")
+    case = flash_inputs.draw_case(generator, 300, 2, note="do near 1,200, then −600")
     q, k, v = case.args
     for t in case.args:
         t.zero_()
@@ -173,7 +182,7 @@ def _half_sums(generator: torch.Generator) -> Iterator[Case]:
     level = torch.where(torch.arange(do.shape[2], device=do.device) < 128, 1200.0, -600.0)
     do = (do.float() + level[:, None]).half()
     yield Case(case.description, (*rest, do), case.kwargs)
-    case = forward.draw_case(generator, 3, 256, note="k 32, v 59 or 61, do ±1,200")
+    case = flash_inputs.draw_case(generator, 3, 256, note="k 32, v 59 or 61, do ±1,200")
     for t in case.args:
         t.zero_()
     q, k, v = case.args
@@ -192,7 +201,7 @@ def _cancelling(generator: torch.Generator) -> Iterator[Case]:
     In the first case all scores are 0, and dP − delta is 1 or −1. In the second the first factor
     of a score loses nothing if it is scaled in float16: 71.4375 / 4 · log2(e) has few bits too.
     """
-    case = forward.draw_case(generator, 9, 64, note="dP 4,096 or 4,098")
+    case = flash_inputs.draw_case(generator, 9, 64, note="dP 4,096 or 4,098")
     q, k, v = case.args
     q[..., 1:], k[..., 0], k[..., 1] = 0, 0, 1
     q[..., 0] = q[..., 0].abs() + 1
@@ -204,38 +213,45 @@ def _cancelling(generator: torch.Generator) -> Iterator[Case]:
     do.zero_()
     do[..., 0], do[..., 1:3] = 64, 1
     yield Case(f"{case.description}, float16", (*rest, do), case.kwargs)
-    case = forward.draw_case(generator, 6, integer(generator, 5, 8), note="scores near 1,276")
+    case = flash_inputs.draw_case(generator, 6, integer(generator, 5, 8), note="scores near 1,276")
     for t in case.args:
         t.copy_((8 * t).round() / 8)
     q, k, _ = case.args
-    q[..., 0], k[..., 0] = forward.FEW_BITS, forward.FEW_BITS
+    q[..., 0], k[..., 0] = flash_inputs.FEW_BITS, flash_inputs.FEW_BITS
     case = with_gradient(generator, as_half(case))
     *rest, do = case.args
     yield Case(case.description, (*rest, (8 * do).round() / 8), case.kwargs)
 
 
 def _ours(generator: torch.Generator) -> Iterator[Case]:
-    yield from _from(forward.own_work_cases)(generator)
+    yield from _from(flash_inputs.own_work_cases)(generator)
 
 
 QUESTION = Question(
     id="lab5.flash_backward",
     points=13,
     checks=(
-        Check("dq, dk and dv over many tiles", _from(forward.tile_cases), judge),
-        Check("any length: 1, primes, a block and one more", _from(forward.ragged_cases), judge),
+        Check("dq, dk and dv over many tiles", _from(flash_inputs.tile_cases), judge),
+        Check(
+            "any length: 1, primes, a block and one more", _from(flash_inputs.ragged_cases), judge
+        ),
         Check(
             "scores × 1, × 5 and × 40, rows far from 0, do × 100",
-            _from(forward.scale_cases, scale=100),
+            _from(flash_inputs.scale_cases, scale=100),
             judge,
         ),
+        Check("lse as low as −16,000", _from(_far_below), judge),
         Check("gradients of a group of query heads add up", _from(_grouped), judge),
-        Check("causal: no gradient from a later key", _from(forward.causal_cases), judge),
-        Check("causal with more keys than queries", _from(forward.longer_key_cases), judge),
-        Check("a query that sees no key has gradient 0", _from(forward.empty_row_cases), judge),
+        Check("causal: no gradient from a later key", _from(flash_inputs.causal_cases), judge),
+        Check("causal with more keys than queries", _from(flash_inputs.longer_key_cases), judge),
+        Check(
+            "a query that sees no key has gradient 0", _from(flash_inputs.empty_row_cases), judge
+        ),
         Check("hidden scores of any size stay hidden", _from(_large_causal), judge),
-        Check("head_dim 16 to 128, powers of two or not", _from(forward.head_dim_cases), judge),
-        Check("not causal if nothing is said", _from(forward.default_cases), judge),
+        Check(
+            "head_dim 16 to 128, powers of two or not", _from(flash_inputs.head_dim_cases), judge
+        ),
+        Check("not causal if nothing is said", _from(flash_inputs.default_cases), judge),
         Check("any strides", _layouts, judge),
         Check("do with all strides 0", _expanded, judge, _call_expanded),
         Check(
@@ -244,13 +260,13 @@ QUESTION = Question(
             judge,
             forward.call_amid_nan,
         ),
-        Check("float16", _from(_half), judge),
+        Check("float16", _from(flash_inputs.plain_half_cases), judge),
         Check("float16, with sums in float32", _half_sums, judge),
         Check("float16 in, scores and dP in float32", _cancelling, _judge_cancelling),
-        new_tensors_check(_from(forward.small_cases)),
+        new_tensors_check(_from(flash_inputs.small_cases)),
         Check(
             "memory does not grow with the score matrix",
-            _from(forward.long_cases),
+            _from(flash_inputs.long_cases),
             forward.judge_memory,
             work=True,
         ),

@@ -16,14 +16,18 @@ from flashcourse.grading.mistakes_flash_varlen import MISTAKES, RIGHT, TILES
 from flashcourse.grading.question import Case, Check, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import (
+    FIRST_KEYS,
+    LOW_VALUE,
     half_tolerance,
     here,
     judge_own_kernel,
     needs_triton,
+    set_small_weights,
+    small_weights_tolerance,
     where_it_ran,
 )
 
-LONGEST = 2070 if runtime.has_gpu() else 540  # tokens of the longest document
+LONGEST = 2070 if runtime.has_gpu() else 1030  # tokens of the longest document
 LONG = 4096 if runtime.has_gpu() else 128  # tokens of the row with which memory is judged
 MOST_LAUNCHES = 3  # a kernel, and one or two that prepare; not one a document
 
@@ -66,6 +70,14 @@ def _tolerance(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     apart = torch.where(k.amax(2, keepdim=True) == k.amin(2, keepdim=True), 0, k)
     rounding = half_tolerance(lab3.largest_score(q.float(), apart.float()), largest)
     return rounding + score_tolerance(size, largest)
+
+
+def _judge_sums(case: Case, observation: Observation) -> str | None:
+    q, k, *_ = (t.cpu().double() for t in case.args[:3])
+    moved = lab3.moved_scores(q.transpose(0, 1)[None], k.transpose(0, 1)[None])
+    expected = torch.full(q.shape, LOW_VALUE, dtype=torch.float64)
+    allowed = small_weights_tolerance(moved, len(k))
+    return judge_tensor("out", observation.output, expected, allowed, torch.float16)
 
 
 def _judge_memory(case: Case, observation: Observation) -> str | None:
@@ -144,7 +156,7 @@ def _whole_tiles(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _short(generator: torch.Generator) -> Iterator[Case]:
-    lengths = [integer(generator, 1, 6) for _ in range(integer(generator, 21, 24))]
+    lengths = [integer(generator, 1, 3) for _ in range(integer(generator, 66, 70))]
     yield _case(generator, lengths)
 
 
@@ -173,20 +185,26 @@ def _scales(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _rising(generator: torch.Generator) -> Iterator[Case]:
-    """By more than exp can bear, after any first tile; and by 14, where the others still count."""
-    lengths = [integer(generator, 140, 150), integer(generator, 140, 150)]
-    note = "scores from −200 to 200 at key 128 of the first, 14 above the others in the second"
+    """By more than exp can bear, after any first tile; and by 14, where the others still count:
+    those before the last keys, and those behind the first.
+    """
+    lengths = [integer(generator, 140, 150) for _ in range(3)]
+    note = "scores from −200 to 200 at key 128 of the first, 14 above the others in the others"
     case = _case(generator, lengths, scale=0.1, note=note)
-    q, k, v, *_ = case.args
-    first, second = slice(0, lengths[0]), slice(lengths[0], sum(lengths))
+    q, k, v, _, _ = case.args
+    ends = list(itertools.accumulate([0, *lengths]))
+    first, second, third = (slice(*ends[n : n + 2]) for n in range(3))
     level = (200 * q.shape[-1] ** 0.5) ** 0.5
     q[first, :, 0], k[first, :, 0] = level, -level
     k[128 : lengths[0], :, 0] = level
     q[second, :, 0], k[second, :, 0] = 1, 0
-    k[-8:] = 0
-    k[-8:, :, 0] = 14 * q.shape[-1] ** 0.5
+    q[third, :, 0], k[third, :, 0] = 1, 0
     v[second] = 0.1 * v[second] + 1  # what the others add does not cancel
-    v[-8:] *= 0.01  # nor is it hidden by these
+    v[third] = 0.1 * v[third] + 1
+    for keys in (slice(ends[2] - 8, ends[2]), slice(ends[2], ends[2] + 1)):
+        k[keys] = 0
+        k[keys, :, 0] = 14 * q.shape[-1] ** 0.5
+        v[keys] *= 0.01  # nor is it hidden by these
     yield case
 
 
@@ -245,6 +263,17 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
     yield case
 
 
+def _half_sums(generator: torch.Generator) -> Iterator[Case]:
+    """The sum of all small weights is 1.2 steps of what it is added to, and no tile's is a half."""
+    length = integer(generator, 400, 410)
+    note = "the first 16 keys 10 above the others"
+    case = _case(generator, [length], dtype=torch.float16, note=note)
+    q, k, v, *_ = case.args
+    set_small_weights(q, k[:FIRST_KEYS], k[FIRST_KEYS:])
+    v.fill_(LOW_VALUE)
+    yield case
+
+
 def _tiny(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [integer(generator, 3, 9), 4])
 
@@ -273,6 +302,7 @@ QUESTION = Question(
         Check("a document of NaN spoils no other", _spoilt, _judge_others),
         Check("any strides", _layouts, _judge),
         Check("float16, with sums in float32", _half, _judge),
+        Check("float16, and small weights add up", _half_sums, _judge_sums),
         fresh_check(_tiny),
         Check("memory does not grow with the score matrix", _long, _judge_memory, work=True),
         Check("one launch of your own kernel did the work", _many, _judge_own_work, work=True),

@@ -11,18 +11,21 @@ from flashcourse.grading.draw import integer, normal, strided
 from flashcourse.grading.fresh import fresh_check
 from flashcourse.grading.judge import judge_largest_tensor, judge_tensor, score_tolerance
 from flashcourse.grading.mistakes_paged_decode import MISTAKES, RIGHT
-from flashcourse.grading.question import Answer, Case, Check, Observation, Question
+from flashcourse.grading.page_memory import call_between_guards, call_in_a_large_pool
+from flashcourse.grading.question import Case, Check, Observation, Question
 from flashcourse.grading.questions import lab3_tiled_forward as lab3
 from flashcourse.grading.triton_work import (
+    LOW_VALUE,
     half_tolerance,
     here,
     judge_own_kernel,
     needs_triton,
+    set_small_weights,
+    small_weights_tolerance,
     where_it_ran,
 )
 
 LONG = 2048 if runtime.has_gpu() else 250  # about the tokens with which memory is judged
-BEYOND = 160  # entries and slots past the end that can be read, or as many as there are tokens
 MOST_LAUNCHES = 3  # a kernel, one that merges, one that prepares; not one a sequence
 HEAD_DIMS = (24, 40, 48, 72, 80, 96, 100)  # no power of two
 
@@ -57,6 +60,14 @@ def _judge(case: Case, observation: Observation) -> str | None:
     return judge_tensor("out", observation.output, expected, one_key.clamp(max=allowed), q.dtype)
 
 
+def _judge_sums(case: Case, observation: Observation) -> str | None:
+    q, k_pages, _, _, lengths = (t.cpu() for t in case.args)
+    k = k_pages.flatten(0, 1).transpose(0, 1)[None]
+    allowed = small_weights_tolerance(lab3.moved_scores(q.double(), k.double()), int(lengths[0]))
+    expected = torch.full(q.shape, LOW_VALUE, dtype=torch.float64)
+    return judge_tensor("out", observation.output, expected, allowed, torch.float16)
+
+
 def _judge_memory(case: Case, observation: Observation) -> str | None:
     k_pages, lengths = case.args[1], case.args[4]
     copied = int(lengths.sum()) * k_pages.shape[2] * k_pages.shape[3]
@@ -78,37 +89,6 @@ def _judge_own_work(case: Case, observation: Observation) -> str | None:
             "and each of its programs finds its sequence's row of the table"
         )
     return None
-
-
-def call_between_guards(
-    answer: Answer,
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-) -> torch.Tensor:
-    """Call the answer with NaN in memory before and after the pages, and −1 beside the table.
-
-    So a page −1, the page after the last and the entries after a row's last can be read, also by
-    somebody who takes pages for smaller or larger than they are. They are seen in the output,
-    where elsewhere they would end the process.
-    """
-    beyond = max(BEYOND, int(cache_seqlens.max()))
-    pages = (_between_nan(held, beyond) for held in (k_pages, v_pages))
-    table = torch.nn.functional.pad(block_table, (0, beyond), value=-1)  # row after row in memory
-    if block_table.stride(0) < block_table.stride(1):
-        table = strided(table, (1, 0))
-    out: torch.Tensor = answer(q, *pages, table[:, :-beyond], cache_seqlens)
-    return out
-
-
-def _between_nan(pages: torch.Tensor, beyond: int) -> torch.Tensor:
-    shape, stride = pages.shape, pages.stride()
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    guard = max(stride[0], pages[0].numel()) + beyond * max(stride)
-    memory = pages.new_full((extent + 2 * guard,), torch.nan)
-    return memory.as_strided(shape, stride, guard).copy_(pages)
 
 
 # The inputs -------------------------------------------------------------------------------------
@@ -165,13 +145,28 @@ def _case(
 def _several(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [integer(generator, 36, 46)])
     yield _case(generator, [integer(generator, 17, 30), integer(generator, 35, 46)])
-    yield _case(generator, [integer(generator, 1030, 1045)], page_size=5)  # over 200 pages
+    yield _case(generator, [integer(generator, 1030, 1045)], page_size=4)  # over 256 pages
 
 
 def _page_sizes(generator: torch.Generator) -> Iterator[Case]:
     for page_size in (1, integer(generator, 3, 7), 64):
         lengths = [integer(generator, 9, 20), 64 + integer(generator, 3, 9)]
         yield _case(generator, lengths, page_size=page_size)
+    page_size = integer(generator, 130, 150)
+    yield _case(generator, [page_size + integer(generator, 3, 9)], page_size=page_size)
+
+
+def _large_pool(generator: torch.Generator) -> Iterator[Case]:
+    """The sequence's first keys lie in the last page: see ``call_in_a_large_pool``."""
+    note = "far apart in a pool of 40,000 pages, which spans 2³¹ numbers"
+    lengths = [integer(generator, 36, 46)]
+    case = _case(generator, lengths, dtype=torch.float16, note=note)
+    q, k_pages, v_pages, table, lengths_ = case.args
+    order = torch.arange(len(k_pages), device=table.device)
+    first, last = int(table[0, 0]), len(k_pages) - 1
+    order[first], order[last] = last, first
+    args = (q, k_pages[order], v_pages[order], order[table.long()].int(), lengths_)
+    yield Case(case.description, args)
 
 
 def _last_pages(generator: torch.Generator) -> Iterator[Case]:
@@ -202,11 +197,12 @@ def _garbage(generator: torch.Generator) -> Iterator[Case]:
 def _batches(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [integer(generator, 20, 40), 1, 9, 60], page_size=8)
     yield _case(generator, [0, integer(generator, 5, 30), 0], note="two of them empty")
+    yield _case(generator, [integer(generator, 1, 9) for _ in range(33)], page_size=4)
 
 
 def _heads(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [integer(generator, 20, 30)], heads=(6, 2))
-    yield _case(generator, [7, integer(generator, 20, 30)], heads=(6, 3))
+    yield _case(generator, [7, integer(generator, 20, 30)], heads=(10, 5))
     yield _case(generator, [integer(generator, 3, 9)], heads=(66, 1))
 
 
@@ -318,6 +314,18 @@ def _half(generator: torch.Generator) -> Iterator[Case]:
     yield case
 
 
+def _half_sums(generator: torch.Generator) -> Iterator[Case]:
+    length = integer(generator, 600, 700)
+    note = "the first 16 keys 10 above the others"
+    case = _case(generator, [length], dtype=torch.float16, note=note)
+    q, k_pages, v_pages, table, _ = case.args
+    page = table[0, 0].item()
+    first, others = k_pages[page : page + 1], k_pages
+    set_small_weights(q, first, others)
+    v_pages.fill_(LOW_VALUE)
+    yield case
+
+
 def _small(generator: torch.Generator) -> Iterator[Case]:
     yield _case(generator, [5, 3], page_size=4, note="twice")
 
@@ -344,6 +352,7 @@ QUESTION = Question(
     checks=(
         _check("a new token over several pages", _several),
         _check("any page size", _page_sizes),
+        Check("a pool of 40,000 pages", _large_pool, _judge, call_in_a_large_pool),
         _check("the last page: one slot, all but one, exactly full", _last_pages),
         _check("unused slots may hold NaN", _nan_slots),
         _check("entries past the last page may be anything", _garbage),
@@ -355,6 +364,7 @@ QUESTION = Question(
         _check("any head_dim", _head_dims),
         _check("any strides", _layouts),
         _check("float16, with scores and sums in float32", _half),
+        Check("float16, and small weights add up", _half_sums, _judge_sums, call_between_guards),
         fresh_check(_small),
         Check("the pages are not copied", _long, _judge_memory, work=True),
         Check(
