@@ -49,8 +49,8 @@ def judge_beside(case: Case, observation: Observation) -> str | None:
     if message is None:
         return None
     return (
-        f"{message} (a second allocator was at work too: what belongs to one is made in __init__ "
-        "and kept in self, not in the class or in a global)"
+        f"{message} (a second allocator was at work too. If everything else passes: what belongs "
+        "to one is made in __init__ and kept in self, not in the class or in a global)"
     )
 
 

@@ -57,10 +57,17 @@ def _single_rows(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _large(generator: torch.Generator) -> Iterator[Case]:
-    """An odd number of queries and an even one of keys: the bytes are 4 times an odd number."""
-    for batch, heads, seq_q, seq_k, head_dim, itemsize in large_shapes(generator):
-        block_q = integer(generator, 30, 32)
-        yield _case(batch, heads, seq_q, seq_k + 1, head_dim, itemsize, block_q)
+    """An odd number of queries and an even one of keys: the bytes are 4 times an odd number.
+
+    Large blocks, and a large head_dim in their place: an answer may count block after block, head
+    after head, and should not take minutes for it.
+    """
+    small, large = large_shapes(generator)
+    *counts, seq_k, head_dim, itemsize = small
+    yield _case(*counts, seq_k + 1, head_dim, itemsize, integer(generator, 30, 32))
+    *counts, seq_k, _, itemsize = large
+    head_dim, block_q = 2 * integer(generator, 4500, 5000) + 1, integer(generator, 7000, 7050)
+    yield _case(*counts, seq_k + 1, head_dim, itemsize, block_q)
 
 
 def _case(*values: int) -> Case:
