@@ -1,9 +1,9 @@
 """What only a GPU can verify, in steps: ``python tools/verify_on_gpu.py --list`` names them.
 
-    python tools/verify_on_gpu.py paper lesson-06 flash --minutes 9 --out verified
+    python tools/verify_on_gpu.py paper lesson-06 flash --minutes 9
 
 Steps that measure run alone and in the order given, tests afterwards and side by side. Each has a
-time limit, and none begins with less than half of it left. Afterwards the folder holds
+time limit, and none begins with less than half of it left. Afterwards ``out/verified`` holds
 
 - ``summary.json``: what became of every step, written again after each;
 - ``<step>.log``: what it printed;
@@ -178,8 +178,8 @@ def _keep(out: Path, outcomes: Iterable[Outcome], since: float) -> None:
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Steps, in their order.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for logs, summary and what was made.")] = Path(
-        "verified"
+    out: Annotated[Path, typer.Option(help="Folder for logs, summary and what was made.")] = (
+        ROOT / "out" / "verified"
     ),
     minutes: Annotated[float, typer.Option(min=0, help="End everything by then.")] = 60.0,
     tutorial: Annotated[
