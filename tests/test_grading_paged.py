@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from right_answers.lab7 import RIGHT_ANSWERS
 from solution_answers import changed_answer, solution_answers
 
-from flashcourse.grading import find_question, mark
+from flashcourse.grading import block_allocators, find_question, mark
 from flashcourse.grading.block_judge import judge_script
 from flashcourse.grading.block_script import Ledger, run_script
 from flashcourse.grading.mistakes_paged_decode import RIGHT
@@ -30,6 +30,24 @@ def judged(allocator, num_blocks, block_size, *steps):
 
 
 A, B, C = range(3)
+
+
+class OldHandlesAgain(block_allocators.Allocator):
+    """A handle is the number of sequences alive: after a free it may be another's."""
+
+    def start(self, table, length):
+        handle = len(self.tables)
+        self.tables[handle], self.lengths[handle] = table, length
+        return handle
+
+
+def test_handles_that_come_again_are_not_blamed_on_a_shared_dict():
+    verdict = mark(find_question("lab7.block_allocator"), OldHandlesAgain, seed=0)
+    assert verdict.status == "failed"
+    failed = {finding.check: str(finding) for finding in verdict.findings}
+    assert failed
+    assert "two allocators share nothing" not in failed
+    assert not any("for all allocators" in text for text in failed.values())
 
 
 @st.composite

@@ -35,6 +35,17 @@ def flash_bytes_by_loop(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q)
     return batch * heads * total
 
 
+def flash_bytes_by_every_loop(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q):
+    """Block after block of every head of every batch, as the kernel runs."""
+    total = 0
+    for _ in range(batch):
+        for _ in range(heads):
+            for start in range(0, seq_q, block_q):
+                queries = min(block_q, seq_q - start)
+                total += 2 * (queries + seq_k) * head_dim * itemsize
+    return total
+
+
 def flash_bytes_math_ceil(batch, heads, seq_q, seq_k, head_dim, itemsize, block_q):
     blocks = math.ceil(seq_q / block_q)
     return 2 * batch * heads * head_dim * itemsize * (seq_q + blocks * seq_k)
@@ -122,7 +133,7 @@ RIGHT_ANSWERS = {
         naive_bytes_as_numpy,
         naive_bytes_as_fraction,
     ],
-    "lab2.flash_bytes": [flash_bytes_by_loop, flash_bytes_math_ceil],
+    "lab2.flash_bytes": [flash_bytes_by_loop, flash_bytes_by_every_loop, flash_bytes_math_ceil],
     "lab2.attention_flops": [attention_flops_by_mask, attention_flops_closed_form],
     "lab2.roofline_seconds": [roofline_by_intensity, roofline_by_case, roofline_as_fraction],
     "lab2.metered_attention": [metered_in_log_space, metered_in_float64],
