@@ -69,7 +69,8 @@ def _lesson(number: str, seconds: int) -> Step:
 
 
 def _tests(name: str, seconds: int, *arguments: str, alone: bool = False, **more: str) -> Step:
-    return Step(name, (*PYTHON, "pytest", "-q", *arguments), seconds, alone, more)
+    # a run that is cut off must still say which tests failed
+    return Step(name, (*PYTHON, "pytest", "-v", *arguments), seconds, alone, more)
 
 
 def _bench(name: str, seconds: int, *arguments: str) -> Step:
@@ -93,8 +94,9 @@ STEPS = {
         _tests("speed", 300, "-n", "0", "-k", "lab4.speed", "tests/test_right_answers.py",
                alone=True, FLASHCOURSE_SEEDS="500"),
         Step("class", (sys.executable, "tests/class_of_100", "--stop-after", "590"), 600),
-        _tests("flash", 500, "-n", "4", "tests/test_flash_attention.py", "tests/test_flash_plan.py",
-               "tests/test_flash_operator.py", "tests/test_flash_decode.py"),
+        _tests("flash", 590, "-n", "8", "--dist", "load", "tests/test_flash_attention.py",
+               "tests/test_flash_plan.py", "tests/test_flash_operator.py",
+               "tests/test_flash_decode.py"),
         _tests("random", 590, "-n", "8", "--dist", "load", "-k", "two_thousand",
                "tests/test_flash_random.py"),
         _tests("measure", 300, "-n", "0", "tests/test_measure_backend.py", "tests/test_bench.py",

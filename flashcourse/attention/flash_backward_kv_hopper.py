@@ -41,21 +41,27 @@ probabilities = gluon.jit(flash_backward.probabilities.fn)
 
 
 @gluon.jit
-def tile_of_member(t, begin, count, GROUPED: gl.constexpr):
-    """Tile ``t`` of all query heads of a group: (member of the group, tile of its queries)."""
-    member = t * 0
+def tile_of_member(t, member, begin, count, GROUPED: gl.constexpr):
+    """Tile ``t`` of all query heads of a group: (member of the group, tile of its queries).
+
+    It is one of ``member``'s or the first of the next one's, so that no division is needed: each
+    would be paid for in every tile.
+    """
+    i = t - member * count
     if GROUPED:
-        member = t // count
-    return member, begin + t - member * count
+        further = (i >= count).to(gl.int32)
+        member += further
+        i -= further * count
+    return member, begin + i
 
 
 @gluon.jit
 def fetch_of_group(
-    descriptor, tiles, barriers, t, begin, count, group, BLOCK_Q: gl.constexpr,
+    descriptor, tiles, barriers, t, member, begin, count, group, BLOCK_Q: gl.constexpr,
     GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of tile ``t`` of a group's queries into its slot, if there is such a tile."""
-    member, i = tile_of_member(t, begin, count, GROUPED)
+    member, i = tile_of_member(t, member, begin, count, GROUPED)
     slot = t % STAGES
     there = t < count * group
     mbarrier.expect(barriers.index(slot), descriptor.block_type.nbytes, pred=there)
@@ -66,11 +72,12 @@ def fetch_of_group(
 
 @gluon.jit
 def load_statistics(
-    lse_head, delta_head, t, begin, count, group, seq_q, num_queries,
+    lse_head, delta_head, t, member, begin, count, group, seq_q, num_queries,
     BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """lse and delta of the rows of tile ``t``, one number a thread."""
-    member, i = tile_of_member(gl.minimum(t, count * group - 1), begin, count, GROUPED)
+    t = gl.minimum(t, count * group - 1)
+    member, i = tile_of_member(t, member, begin, count, GROUPED)
     rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, LAYOUT)
     skipped = member.to(gl.int64) * seq_q
     lse_i = load_lse(lse_head + skipped, rows, num_queries, True)
@@ -82,13 +89,14 @@ def load_statistics(
 def add_to_dk_dv(
     dk, dv, lse_next, delta_next, statistics, t_begin, t_end, k_tile, v_tile, lse_head, delta_head,
     q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-    begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+    member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
     scale_log2, left, right, cap_in, cap_out,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, EDGE: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q and Pᵀ dO of tiles ``t_begin`` to ``t_end``; dSᵀ Q is in flight on return."""
+    gl.static_assert(STAGES == 2)  # the tile that is fetched is the next one
     row_layout: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     one_layout: gl.constexpr = lse_next.type.layout
     for t in range(t_begin, t_end):
@@ -103,16 +111,16 @@ def add_to_dk_dv(
         statistics.index(0).store(lse_next)
         statistics.index(1).store(delta_next)
         lse_next, delta_next = load_statistics(
-            lse_head, delta_head, t + 1, begin, count, group, seq_q, num_queries,
+            lse_head, delta_head, t + 1, member, begin, count, group, seq_q, num_queries,
             BLOCK_Q, GROUPED, one_layout,
         )  # fmt: skip
         s_t = warpgroup_mma_wait(1, deps=[s_t])  # Sᵀ and the dSᵀ Q before it are done
         block_barrier()  # every warp has read tile t - 1
         fetch_of_group(
-            q_desc, q_tiles, q_barriers, t + STAGES - 1, begin, count, group, BLOCK_Q, GROUPED
+            q_desc, q_tiles, q_barriers, t + 1, member, begin, count, group, BLOCK_Q, GROUPED
         )
         fetch_of_group(
-            do_desc, do_tiles, do_barriers, t + STAGES - 1, begin, count, group, BLOCK_Q, GROUPED
+            do_desc, do_tiles, do_barriers, t + 1, member, begin, count, group, BLOCK_Q, GROUPED
         )
         lse_i = statistics.index(0).load(row_layout)
         p_t, slope = probabilities(
@@ -120,7 +128,7 @@ def add_to_dk_dv(
         )
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
-            _, i = tile_of_member(t, begin, count, GROUPED)
+            _, i = tile_of_member(t, member, begin, count, GROUPED)
             rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, row_layout)
             keys = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, S_LAYOUT))
             visible = visible_pairs(
@@ -220,12 +228,17 @@ def flash_backward_kv_hopper_kernel(
         v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], kv_shared, v_j)
         fence_async_shared()
         block_barrier()
-        fetch_of_group(q_desc, q_tiles, q_barriers, 0, begin, count, group, BLOCK_Q, GROUPED)
-        fetch_of_group(do_desc, do_tiles, do_barriers, 0, begin, count, group, BLOCK_Q, GROUPED)
+        none = count * 0
+        fetch_of_group(
+            q_desc, q_tiles, q_barriers, none, none, begin, count, group, BLOCK_Q, GROUPED
+        )
+        fetch_of_group(
+            do_desc, do_tiles, do_barriers, none, none, begin, count, group, BLOCK_Q, GROUPED
+        )
         lse_head = lse + row_of_lse
         delta_head = delta + row_of_lse
         lse_next, delta_next = load_statistics(
-            lse_head, delta_head, count * 0, begin, count, group, seq_q, num_queries,
+            lse_head, delta_head, none, none, begin, count, group, seq_q, num_queries,
             BLOCK_Q, GROUPED, one_layout,
         )  # fmt: skip
         dk_sum = warpgroup_mma_init(dk_j)
@@ -238,7 +251,7 @@ def flash_backward_kv_hopper_kernel(
                     done, done + full_begin - begin,
                     k_tile, v_tile, lse_head, delta_head,
                     q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                    begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+                    member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
                     scale_log2, left, right, cap_in, cap_out,
                     BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
                     s_layout, p_layout,
@@ -248,7 +261,7 @@ def flash_backward_kv_hopper_kernel(
                 done + full_begin - begin, done + full_end - begin,
                 k_tile, v_tile, lse_head, delta_head,
                 q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+                member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
                 scale_log2, left, right, cap_in, cap_out,
                 BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, False,
                 s_layout, p_layout,
@@ -258,7 +271,7 @@ def flash_backward_kv_hopper_kernel(
                 done + full_end - begin, done + count,
                 k_tile, v_tile, lse_head, delta_head,
                 q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+                member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
                 scale_log2, left, right, cap_in, cap_out,
                 BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
                 s_layout, p_layout,
