@@ -117,7 +117,8 @@ def test_splits_are_chosen_to_fill_the_gpu() -> None:
     assert alone * 8 <= 2 * 264
     assert choose_splits(8, 16, 64, 132)[0] > 1
     assert choose_splits(320, 128, 64, 132)[0] > 1  # 1.2 waves would cost 2
-    assert choose_splits(2048, 2048, 64, 132)[0] == 8  # 16k keys each at most
+    assert choose_splits(10**6, 2048, 64, 132)[0] == 2  # 64k keys each at most
+    assert choose_splits(64, 64, 128, 132, 1)[0] == 2  # 128 programs on 132 places
     for table in DECODE_TABLES.values():
         for entries in table.values():
             assert len(entries) == len(BUCKETS)
@@ -134,6 +135,8 @@ def test_the_tiles_of_long_caches_are_for_few_rows() -> None:
     assert not is_long(LONG_ROWS + 1, False, LONG)
     assert not is_long(4, True, LONG)
     assert not is_long(4, False, LONG - 1)
+    assert is_long(4, False, 1, alone=True)
+    assert not is_long(4, True, 1, alone=True)
     ordinary = decode_entry("sm_90", 128, 2)
     assert decode_entry("sm_90", 128, 2, True) != ordinary
     assert decode_entry("sm_80", 128, 2, True) == decode_entry("sm_80", 128, 2)  # has none

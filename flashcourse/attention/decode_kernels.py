@@ -3,9 +3,12 @@
 With one query a head there is nothing to reuse but the KV head itself: the query heads of its group
 become the rows of one tile, and the cache is read once for all of them. A single sequence would
 still keep only ``heads_kv`` programs busy, so its keys are split, and a second kernel merges the
-parts by their log-sum-exp. Dao, Haziza, Massa and Sizov (2023), "Flash-Decoding for long-context
-inference"; for the cache in pages Kwon et al. (2023), "Efficient Memory Management for Large
-Language Model Serving with PagedAttention", section 4.1.
+parts by their log-sum-exp. The splits take turns, tile by tile: what is read at one time lies
+together in memory, which DRAM serves faster than as many places far apart.
+
+Dao, Haziza, Massa and Sizov (2023), "Flash-Decoding for long-context inference"; for the cache in
+pages Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", section 4.1.
 """
 
 from __future__ import annotations
@@ -88,17 +91,17 @@ def load_slots(
 def attend_cache(
     o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, table, stride_tn,
     stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd,
-    begin, end, queries, shift, num_keys, scale_log2, left, cap_in, cap_out,
+    begin, end, step, queries, shift, num_keys, scale_log2, left, cap_in, cap_out,
     HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax for each tile of keys from ``begin`` to ``end``.
+    """One step of the online softmax for every ``step``-th tile of keys from ``begin`` to ``end``.
 
     The same loop for both caches: they differ in where a tile lies, not in what is done with it.
     Scores are in units of log 2. Only tiles on the EDGE of what is visible are masked.
     """
-    for j in range(begin, end):
+    for j in range(begin, end, step):
         first_key = j * BLOCK_K
         pages = first_key
         if PAGED:
@@ -158,10 +161,16 @@ def decode_kernel(
     to the next sequence, or PAGED, to the next page. ``num_rows = batch · heads_q · seq_q``.
     """
     program = tl.program_id(0)
-    tile = program % num_tiles  # tiles of one split read the same keys: neighbours in the grid
-    head = (program // num_tiles) % heads_kv
-    split = (program // num_tiles // heads_kv) % num_splits
+    # Neighbours in the grid read what lies side by side: tiles of rows the same keys, then heads of
+    # one page, or splits of one sequence.
+    tile = program % num_tiles
     batch = program // num_tiles // heads_kv // num_splits
+    if PAGED:
+        head = (program // num_tiles) % heads_kv
+        split = (program // num_tiles // heads_kv) % num_splits
+    else:
+        split = (program // num_tiles) % num_splits
+        head = (program // num_tiles // num_splits) % heads_kv
 
     num_keys = tl.load(cache_seqlens + batch)
     beyond = (num_keys < 0) | (num_keys > capacity)  # reading on would leave the cache
@@ -198,9 +207,11 @@ def decode_kernel(
     begin, full_begin, full_end, end = visible_tiles(
         first_query, last_query, shift, num_keys, left, 0, BLOCK_K, HAS_LEFT, True
     )
-    each = tl.maximum(tl.cdiv(end - begin, num_splits), least_tiles)
-    begin = tl.minimum(begin + split * each, end)
-    end = tl.minimum(begin + each, end)
+    # Splits that have least_tiles to do take every step-th tile; the others have none.
+    step = tl.minimum(num_splits, tl.cdiv(tl.maximum(end - begin, 1), least_tiles))
+    begin = tl.where(split < step, begin + split, end)
+    begin_full = begin + tl.cdiv(tl.maximum(full_begin - begin, 0), step) * step
+    begin_last = begin + tl.cdiv(tl.maximum(full_end - begin, 0), step) * step
 
     o = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -209,21 +220,21 @@ def decode_kernel(
         o, m, l = attend_cache(
             o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, table_row, stride_tn,
             stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd,
-            begin, tl.minimum(full_begin, end), queries, shift, num_keys,
+            begin, tl.minimum(full_begin, end), step, queries, shift, num_keys,
             scale_log2, left, cap_in, cap_out,
             HEAD_DIM, BLOCK_K, BLOCK_D, PAGED, PAGE_SIZE, HAS_LEFT, SOFTCAP, True,
         )  # fmt: skip
     o, m, l = attend_cache(
         o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, table_row, stride_tn,
         stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd,
-        tl.maximum(begin, full_begin), tl.minimum(full_end, end), queries, shift, num_keys,
+        begin_full, tl.minimum(full_end, end), step, queries, shift, num_keys,
         scale_log2, left, cap_in, cap_out,
         HEAD_DIM, BLOCK_K, BLOCK_D, PAGED, PAGE_SIZE, HAS_LEFT, SOFTCAP, False,
     )  # fmt: skip
     o, m, l = attend_cache(
         o, m, l, q_i, k_head, v_head, k_offsets, v_offsets, table_row, stride_tn,
         stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd,
-        tl.maximum(begin, full_end), end, queries, shift, num_keys,
+        begin_last, end, step, queries, shift, num_keys,
         scale_log2, left, cap_in, cap_out,
         HEAD_DIM, BLOCK_K, BLOCK_D, PAGED, PAGE_SIZE, HAS_LEFT, SOFTCAP, True,
     )  # fmt: skip

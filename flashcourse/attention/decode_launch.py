@@ -83,16 +83,17 @@ def _plan(
     group = heads // heads_kv
     capacity = slots if block_table is None else slots * block_table.shape[1]
     longest = _longest(options, capacity, seq_q)
-    tiles = decode_tiles(
-        seq_q * group, head_dim, q.element_size(), block_table is not None, q.device, longest
-    )
+    tiles, programs_per_sm = decode_tiles(
+        seq_q * group, head_dim, q.element_size(), block_table is not None, q.device, longest,
+        batch * heads_kv < multiprocessors(q.device),
+    )  # fmt: skip
     num_tiles = -(-seq_q * group // tiles.block_q)
     programs = batch * heads_kv * num_tiles
     least = 1
     if num_splits is None:
         key_tiles = max(1, -(-longest // tiles.block_k))
         num_splits, least = choose_splits(
-            programs, key_tiles, tiles.block_k, multiprocessors(q.device)
+            programs, key_tiles, tiles.block_k, multiprocessors(q.device), programs_per_sm
         )
 
     left = options.left

@@ -19,9 +19,9 @@ from flashcourse.attention.tuning import BUCKETS, CHIPS, Tiles, bucket_of, chip_
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 128  # of those chosen here; a caller may ask for up to MOST_SPLITS
 MOST_SPLITS = 1024
-LONGEST_SPLIT = 16_384  # keys; longer sequences are split even on a full GPU, to end together
+LONGEST_SPLIT = 65_536  # keys; longer sequences are split even on a full GPU, to end together
 OVERHEAD = 2  # tiles' worth of time that a program takes to start and to write its part
-MERGE = 3  # tiles' worth of time of the second kernel
+MERGE = 5  # tiles' worth of time of the second kernel
 
 Entry = tuple[int, int, int, int]  # most rows a tile, keys a tile, warps, stages
 
@@ -49,9 +49,9 @@ DECODE_TABLES: dict[str, dict[int, tuple[Entry, ...]]] = {
         4: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     },
 }
-# Where every program walks over thousands of keys, larger tiles and fewer of them in flight were
-# up to 1 % faster. Measured with up to 16 rows on contiguous caches; with more rows they spill
-# registers. table → itemsize → bucket → entry.
+# One program a multiprocessor, with larger tiles, was faster on contiguous caches where programs
+# walk over thousands of keys, and where there are fewer programs than multiprocessors. Measured
+# with up to 16 rows; with more rows they spill registers. table → itemsize → bucket → entry.
 LONG, LONG_ROWS = 32_768, 16
 LONG_TABLES: dict[str, dict[int, dict[int, Entry]]] = {"hopper": {2: {128: (16, 128, 4, 3)}}}
 INTERPRETER_ENTRY: Entry = (64, 32, 4, 1)
@@ -81,21 +81,33 @@ def forced_decode() -> Entry | None:
 
 
 def decode_tiles(
-    rows: int, head_dim: int, itemsize: int, paged: bool, device: torch.device, longest: int = 0
-) -> Tiles:
-    """The tiles of a call with ``rows`` = seq_q · heads_q / heads_kv rows to each KV head, whose
-    sequences see ``longest`` keys at most."""
-    entry = forced_decode() or (
-        INTERPRETER_ENTRY
-        if device.type == "cpu"
-        else decode_entry(chip_of(device), head_dim, itemsize, is_long(rows, paged, longest))
-    )
-    return tiles_of_entry(entry, rows, paged)
+    rows: int,
+    head_dim: int,
+    itemsize: int,
+    paged: bool,
+    device: torch.device,
+    longest: int = 0,
+    alone: bool = False,
+) -> tuple[Tiles, int]:
+    """The tiles of a call, and how many programs of them share a multiprocessor.
+
+    Args:
+        rows: seq_q · heads_q / heads_kv, the rows to each KV head.
+        longest: how many keys its sequences see at most.
+        alone: there are fewer programs than multiprocessors, without splits.
+    """
+    forced = forced_decode()
+    if forced is not None or device.type == "cpu":
+        return tiles_of_entry(forced or INTERPRETER_ENTRY, rows, paged), PROGRAMS_PER_SM
+    chip, long = chip_of(device), is_long(rows, paged, longest, alone)
+    entry = decode_entry(chip, head_dim, itemsize, long)
+    one = entry != decode_entry(chip, head_dim, itemsize)
+    return tiles_of_entry(entry, rows, paged), 1 if one else PROGRAMS_PER_SM
 
 
-def is_long(rows: int, paged: bool, longest: int) -> bool:
+def is_long(rows: int, paged: bool, longest: int, alone: bool = False) -> bool:
     """True for the calls that :data:`LONG_TABLES` is for."""
-    return not paged and rows <= LONG_ROWS and longest >= LONG
+    return not paged and rows <= LONG_ROWS and (longest >= LONG or alone)
 
 
 def tiles_of_entry(entry: Entry, rows: int, paged: bool) -> Tiles:
@@ -121,7 +133,13 @@ def decode_entry(chip: str, head_dim: int, itemsize: int, long: bool = False) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_splits(programs: int, tiles: int, block_k: int, multiprocessors: int) -> tuple[int, int]:
+def choose_splits(
+    programs: int,
+    tiles: int,
+    block_k: int,
+    multiprocessors: int,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+) -> tuple[int, int]:
     """Into how many splits the keys go, and the least number of tiles in one.
 
     The time of a call is modelled as the number of waves of programs times the tiles each walks
@@ -133,8 +151,9 @@ def choose_splits(programs: int, tiles: int, block_k: int, multiprocessors: int)
         tiles: tiles of keys in the longest sequence the cache can hold.
         block_k: keys a tile.
         multiprocessors: of the GPU; 1 for the interpreter, which has no use for splits.
+        programs_per_sm: how many programs share one.
     """
-    slots = multiprocessors * PROGRAMS_PER_SM
+    slots = multiprocessors * programs_per_sm
     full = programs >= slots
     least = max(1, 1024 // block_k) if full else 2
     best, best_time = 1, float("inf")

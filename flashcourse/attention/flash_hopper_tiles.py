@@ -53,10 +53,10 @@ def await_tile(barriers, t, there):
 
 
 @gluon.jit
-def new_barriers(ARRIVALS: gl.constexpr = 1):
+def new_barriers(ARRIVALS: gl.constexpr = 1, SLOTS: gl.constexpr = STAGES):
     """One barrier for each slot of a stream of tiles."""
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)
     return barriers
 

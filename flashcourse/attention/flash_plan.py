@@ -106,7 +106,7 @@ def plan_forward(
     check_machine(q)
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    by_hand = has_gluon() and descriptors_fit(k, v)
+    by_hand = has_gluon() and descriptors_fit(q, k, v, all_heads=True)
     left, right = window(options, seq_q, seq_k, cu_seqlens)
     keys = keys_seen(seq_q, seq_k, left, right, cu_seqlens)
     tiles = tiles_for("forward", head_dim, q.element_size(), q.device, by_hand, keys)
@@ -124,7 +124,7 @@ def plan_forward(
         "VARLEN": cu_seqlens is not None, "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None, "SOFTCAP": options.softcap is not None,
         "NEGATE": scale < 0, "WIDE": needs_int64(tiles, q, k, v, out),
-        "TMA": tiles.tma and descriptors_fit(k, v),
+        "TMA": tiles.tma and (by_hand if tiles.gluon else descriptors_fit(k, v)),
     }  # fmt: skip
     programs = _checked("forward", num_tiles * heads * batch)
     kernel = kernel_for("forward", tiles, bool(constants["TMA"]))

@@ -115,9 +115,14 @@ def needs_int64(tiles: Tiles, *tensors: torch.Tensor) -> bool:
     return False
 
 
-def descriptors_fit(*tensors: torch.Tensor) -> bool:
-    """True if the copy engine can read these tensors."""
-    return all(map(_descriptor_fits, tensors))
+def descriptors_fit(*tensors: torch.Tensor, all_heads: bool = False) -> bool:
+    """True if the copy engine can read these tensors.
+
+    Args:
+        all_heads: one descriptor is for all batches and heads, so none may repeat another.
+    """
+    fit = all(map(_descriptor_fits, tensors))
+    return fit and not (all_heads and any(0 in tensor.stride()[:2] for tensor in tensors))
 
 
 def _descriptor_fits(tensor: torch.Tensor) -> bool:

@@ -195,7 +195,7 @@ SHORT_TABLES: dict[str, dict[int, dict[str, dict[int, tuple[int, Tiles]]]]] = {
         2: {
             "forward": {
                 64: (2048, _T(64, 64, 4, 3, False, 128)),
-                128: (640, _T(64, 64, 4, 3)),
+                128: (384, _T(64, 32, 4, 3)),
             },
         }
     }
