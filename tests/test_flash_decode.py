@@ -343,8 +343,7 @@ def test_a_sample_compiles_ahead_of_time_and_fits() -> None:
     assert len(rows) == len(sample)
     for (chip, *_), row in zip(sample, rows, strict=True):
         assert row["shared"] <= CHIPS[chip].shared_kib * 1024, row
-        # of the tiles for one program a multiprocessor Triton 3.9 keeps two numbers elsewhere
-        assert row["spilled"] <= 8 or chip == "sm_75", row
+        assert row["spilled"] == 0 or chip == "sm_75", row
         assert row["mma"] == (chip != "sm_75"), row
 
 

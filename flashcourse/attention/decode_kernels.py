@@ -101,8 +101,8 @@ def attend_cache(
     The same loop for both caches: they differ in where a tile lies, not in what is done with it.
     Scores are in units of log 2. Only tiles on the EDGE of what is visible are masked.
     """
-    for j in range(begin, end, step):
-        first_key = j * BLOCK_K
+    for start in range(begin * BLOCK_K, end * BLOCK_K, step * BLOCK_K):
+        first_key = tl.full((), start, tl.int32)  # in the interpreter a range counts in Python
         pages = first_key
         if PAGED:
             pages = load_pages(table, stride_tn, first_key, num_keys, BLOCK_K, PAGE_SIZE, EDGE)
