@@ -302,8 +302,8 @@ def test_float32_scores_are_rounded_as_plain_attention_rounds_them(
     sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     """Inputs of scale 5 make scores in the hundreds. Not even the roundings are allowed for here
-    that no kernel can avoid, only the rule; of several seeds together, as one alone may be lucky
-    for plain attention."""
+    that no kernel can avoid, only the rule. On a GPU the seeds are judged together, as there plain
+    attention is lucky with one of them."""
     seq_q, seq_k, head_dim = sizes
     worst: dict[str, list[tuple[float, float]]] = {"dq": [], "dk": [], "dv": []}
     for seed in range(3):
@@ -324,10 +324,12 @@ def test_float32_scores_are_rounded_as_plain_attention_rounds_them(
             results.append(torch.autograd.grad(function(*leaves, **more), leaves, d_out.to(cast)))
         for name, came, exact, plain in zip(worst, *results, strict=True):
             error = (came.double() - exact).abs().max().item()
-            worst[name].append((error, float(allowed_error(plain, exact, GRADIENT_FACTOR))))
+            allowed = float(allowed_error(plain, exact, GRADIENT_FACTOR))
+            assert runtime.has_gpu() or error <= allowed, (name, seed)
+            worst[name].append((error, allowed))
     for name, pairs in worst.items():
-        errors, allowed = zip(*pairs, strict=True)
-        assert max(errors) <= max(allowed), name
+        errors, bounds = zip(*pairs, strict=True)
+        assert max(errors) <= max(bounds), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
