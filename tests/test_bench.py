@@ -25,7 +25,7 @@ from flashcourse.bench.candidates import Candidate, LeftOut, all_candidates
 from flashcourse.bench.correctness import expect, wrong
 from flashcourse.bench.grids import DIRECTIONS, GRIDS, Shape, parse_shape
 from flashcourse.bench.kept import kept_ratios
-from flashcourse.bench.race import Outcome, _rotated, race
+from flashcourse.bench.race import Outcome, _order, race
 from flashcourse.measure import Ceilings, Timing
 
 SMALL = Shape(40, 40, 16, True, "float32", batch=2, heads=4, heads_kv=2)
@@ -167,10 +167,20 @@ def test_pairs_are_counted_exactly(seq_q: int, more: int, causal: bool, window: 
     assert shape.pairs == int(seen.sum())
 
 
-def test_each_begins_once() -> None:
-    names = ["a", "b", "c"]
-    assert [_rotated(names, turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
-    assert _rotated([], 2) == []
+@pytest.mark.parametrize("count", range(1, 10))
+def test_nobody_follows_the_same_one_twice(count: int) -> None:
+    names = [chr(ord("a") + i) for i in range(count)]
+    rounds = [_order(names, turn) for turn in range(count + count % 2)]
+    assert all(sorted(order) == names for order in rounds)
+    followed = [pair for order in rounds for pair in itertools.pairwise(order)]
+    most = 1 if count % 2 == 0 else 2  # the pause lets one pair meet again
+    assert all(followed.count(pair) <= most for pair in followed)
+    if count % 2 == 0:
+        assert sorted(order[0] for order in rounds) == names
+
+
+def test_no_names_make_no_order() -> None:
+    assert _order([], 2) == []
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -41,29 +41,25 @@ probabilities = gluon.jit(flash_backward.probabilities.fn)
 
 
 @gluon.jit
-def tile_of_member(t, member, begin, count, GROUPED: gl.constexpr):
-    """Tile ``t`` of all query heads of a group: (member of the group, tile of its queries).
-
-    It is one of ``member``'s or the first of the next one's, so that no division is needed: each
-    would be paid for in every tile.
-    """
-    i = t - member * count
+def next_tile(i, member, group, GROUPED: gl.constexpr):
+    """The tile of queries after ``member``'s tile ``i``: the next head's, or the next tile."""
     if GROUPED:
-        further = (i >= count).to(gl.int32)
-        member += further
-        i -= further * count
-    return member, begin + i
+        member += 1
+        around = member == group
+        i -= around.to(gl.int32)
+        member = gl.where(around, 0, member)
+    else:
+        i -= 1
+    return i, member
 
 
 @gluon.jit
 def fetch_of_group(
-    descriptor, tiles, barriers, t, member, begin, count, group, BLOCK_Q: gl.constexpr,
-    GROUPED: gl.constexpr,
+    descriptor, tiles, barriers, t, i, member, end, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of tile ``t`` of a group's queries into its slot, if there is such a tile."""
-    member, i = tile_of_member(t, member, begin, count, GROUPED)
+    """Start the copy of ``member``'s tile ``i``, the group's ``t``-th, if there is such a tile."""
     slot = t % STAGES
-    there = t < count * group
+    there = i >= end
     mbarrier.expect(barriers.index(slot), descriptor.block_type.nbytes, pred=there)
     copy_tile(
         descriptor, [member, i * BLOCK_Q, 0], barriers.index(slot), tiles.index(slot), pred=there
@@ -72,13 +68,11 @@ def fetch_of_group(
 
 @gluon.jit
 def load_statistics(
-    lse_head, delta_head, t, member, begin, count, group, seq_q, num_queries,
-    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, LAYOUT: gl.constexpr,
+    lse_head, delta_head, i, member, seq_q, num_queries,
+    BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """lse and delta of the rows of tile ``t``, one number a thread."""
-    t = gl.minimum(t, count * group - 1)
-    member, i = tile_of_member(t, member, begin, count, GROUPED)
-    rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, LAYOUT)
+    """lse and delta of the rows of ``member``'s tile ``i``, one number a thread."""
+    rows = gl.maximum(i, 0) * BLOCK_Q + gl.arange(0, BLOCK_Q, LAYOUT)
     skipped = member.to(gl.int64) * seq_q
     lse_i = load_lse(lse_head + skipped, rows, num_queries, True)
     delta_i = gl.load(delta_head + skipped + rows, mask=rows < num_queries, other=0.0)
@@ -87,15 +81,19 @@ def load_statistics(
 
 @gluon.jit
 def add_to_dk_dv(
-    dk, dv, lse_next, delta_next, statistics, t_begin, t_end, k_tile, v_tile, lse_head, delta_head,
-    q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-    member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+    dk, dv, lse_next, delta_next, i, member, statistics, t_begin, t_end, k_tile, v_tile,
+    lse_head, delta_head, q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+    end, group, seq_q, first_key, shift, num_queries, num_keys,
     scale_log2, left, right, cap_in, cap_out,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, EDGE: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Add dSᵀ Q and Pᵀ dO of tiles ``t_begin`` to ``t_end``; dSᵀ Q is in flight on return."""
+    """Add dSᵀ Q and Pᵀ dO of tiles ``t_begin`` to ``t_end``; dSᵀ Q is in flight on return.
+
+    ``i`` and ``member`` say whose tile ``t_begin`` is. They are counted along, since a division
+    would be paid for in every tile.
+    """
     gl.static_assert(STAGES == 2)  # the tile that is fetched is the next one
     row_layout: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     one_layout: gl.constexpr = lse_next.type.layout
@@ -110,25 +108,20 @@ def add_to_dk_dv(
         # Every thread needs 16 of the tile's 64 numbers; they come by way of shared memory.
         statistics.index(0).store(lse_next)
         statistics.index(1).store(delta_next)
+        i_next, member_next = next_tile(i, member, group, GROUPED)
         lse_next, delta_next = load_statistics(
-            lse_head, delta_head, t + 1, member, begin, count, group, seq_q, num_queries,
-            BLOCK_Q, GROUPED, one_layout,
-        )  # fmt: skip
+            lse_head, delta_head, i_next, member_next, seq_q, num_queries, BLOCK_Q, one_layout
+        )
         s_t = warpgroup_mma_wait(1, deps=[s_t])  # Sᵀ and the dSᵀ Q before it are done
         block_barrier()  # every warp has read tile t - 1
-        fetch_of_group(
-            q_desc, q_tiles, q_barriers, t + 1, member, begin, count, group, BLOCK_Q, GROUPED
-        )
-        fetch_of_group(
-            do_desc, do_tiles, do_barriers, t + 1, member, begin, count, group, BLOCK_Q, GROUPED
-        )
+        fetch_of_group(q_desc, q_tiles, q_barriers, t + 1, i_next, member_next, end, BLOCK_Q)
+        fetch_of_group(do_desc, do_tiles, do_barriers, t + 1, i_next, member_next, end, BLOCK_Q)
         lse_i = statistics.index(0).load(row_layout)
         p_t, slope = probabilities(
             s_t, gl.expand_dims(lse_i, 0), scale_log2, cap_in, cap_out, SOFTCAP
         )
         if EDGE and (HAS_LEFT or HAS_RIGHT):
             # Keys past the end need no mask: their rows of dK and dV are not stored.
-            _, i = tile_of_member(t, member, begin, count, GROUPED)
             rows = i * BLOCK_Q + gl.arange(0, BLOCK_Q, row_layout)
             keys = first_key + gl.arange(0, BLOCK_K, gl.SliceLayout(1, S_LAYOUT))
             visible = visible_pairs(
@@ -143,7 +136,8 @@ def add_to_dk_dv(
         ds_t = p_t * (dp_t - gl.expand_dims(delta_i, 0)) * slope
         ds_t = gl.convert_layout(ds_t.to(q_tiles.dtype), P_LAYOUT)
         dk = warpgroup_mma(ds_t, q_i, dk, is_async=True)
-    return dk, dv, lse_next, delta_next
+        i, member = i_next, member_next
+    return dk, dv, lse_next, delta_next, i, member
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -198,11 +192,14 @@ def flash_backward_kv_hopper_kernel(
     begin, full_begin, full_end, end = visible_tiles(  # mirrored: see flash_backward
         first_key, last_key, -shift, num_queries, right, left, BLOCK_Q, HAS_RIGHT, HAS_LEFT
     )
+    if not HAS_LEFT:
+        full_end = end  # queries past the end need no mask: their lse is infinite
     dk_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
     dv_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
     if begin < end:
         # One descriptor holds all query heads of the group, so the copies run ahead from one to
-        # the next: the tiles of all members are numbered through.
+        # the next. A tile of queries is taken with all heads before the next one: programs that
+        # began together stay near each other, and what one has read the others find in L2.
         group_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
             [1, BLOCK_Q, BLOCK_D], dtype
         )
@@ -229,49 +226,42 @@ def flash_backward_kv_hopper_kernel(
         fence_async_shared()
         block_barrier()
         none = count * 0
-        fetch_of_group(
-            q_desc, q_tiles, q_barriers, none, none, begin, count, group, BLOCK_Q, GROUPED
-        )
-        fetch_of_group(
-            do_desc, do_tiles, do_barriers, none, none, begin, count, group, BLOCK_Q, GROUPED
-        )
+        fetch_of_group(q_desc, q_tiles, q_barriers, none, end - 1, none, begin, BLOCK_Q)
+        fetch_of_group(do_desc, do_tiles, do_barriers, none, end - 1, none, begin, BLOCK_Q)
         lse_head = lse + row_of_lse
         delta_head = delta + row_of_lse
         lse_next, delta_next = load_statistics(
-            lse_head, delta_head, none, none, begin, count, group, seq_q, num_queries,
-            BLOCK_Q, GROUPED, one_layout,
-        )  # fmt: skip
+            lse_head, delta_head, end - 1, none, seq_q, num_queries, BLOCK_Q, one_layout
+        )
         dk_sum = warpgroup_mma_init(dk_j)
         dv_sum = warpgroup_mma_init(dv_j)
-        for member in range(group):
-            done = member * count
-            if HAS_RIGHT:
-                dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
-                    dk_sum, dv_sum, lse_next, delta_next, statistics,
-                    done, done + full_begin - begin,
-                    k_tile, v_tile, lse_head, delta_head,
-                    q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                    member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
-                    scale_log2, left, right, cap_in, cap_out,
-                    BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
-                    s_layout, p_layout,
-                )  # fmt: skip
-            dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
-                dk_sum, dv_sum, lse_next, delta_next, statistics,
-                done + full_begin - begin, done + full_end - begin,
-                k_tile, v_tile, lse_head, delta_head,
-                q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+        i = end - 1
+        member = none
+        if HAS_LEFT:
+            dk_sum, dv_sum, lse_next, delta_next, i, member = add_to_dk_dv(
+                dk_sum, dv_sum, lse_next, delta_next, i, member, statistics,
+                none, (end - full_end) * group, k_tile, v_tile,
+                lse_head, delta_head, q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+                begin, group, seq_q, first_key, shift, num_queries, num_keys,
                 scale_log2, left, right, cap_in, cap_out,
-                BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, False,
+                BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
                 s_layout, p_layout,
             )  # fmt: skip
-            dk_sum, dv_sum, lse_next, delta_next = add_to_dk_dv(
-                dk_sum, dv_sum, lse_next, delta_next, statistics,
-                done + full_end - begin, done + count,
-                k_tile, v_tile, lse_head, delta_head,
-                q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-                member, begin, count, group, seq_q, first_key, shift, num_queries, num_keys,
+        dk_sum, dv_sum, lse_next, delta_next, i, member = add_to_dk_dv(
+            dk_sum, dv_sum, lse_next, delta_next, i, member, statistics,
+            (end - full_end) * group, (end - full_begin) * group, k_tile, v_tile,
+            lse_head, delta_head, q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+            begin, group, seq_q, first_key, shift, num_queries, num_keys,
+            scale_log2, left, right, cap_in, cap_out,
+            BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, False,
+            s_layout, p_layout,
+        )  # fmt: skip
+        if HAS_RIGHT:
+            dk_sum, dv_sum, lse_next, delta_next, i, member = add_to_dk_dv(
+                dk_sum, dv_sum, lse_next, delta_next, i, member, statistics,
+                (end - full_begin) * group, count * group, k_tile, v_tile,
+                lse_head, delta_head, q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
+                begin, group, seq_q, first_key, shift, num_queries, num_keys,
                 scale_log2, left, right, cap_in, cap_out,
                 BLOCK_Q, BLOCK_K, BLOCK_D, HAS_LEFT, HAS_RIGHT, SOFTCAP, GROUPED, True,
                 s_layout, p_layout,

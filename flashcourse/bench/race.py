@@ -50,7 +50,8 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
     """Check and time the candidates on one shape. No candidate can end the run.
 
     Args:
-        rounds: how often the candidates take turns; each round begins with the next one.
+        rounds: how often the candidates take turns, in orders in which none follows the same one
+            twice: what a large one leaves behind in clocks and memory is not one rival's alone.
     """
     outcomes = {c.name: Outcome(c.name, "timed") for c in candidates}
     try:
@@ -80,7 +81,7 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
     names = list(calls)
     taken = {name: Taken(shape) for name in names}
     for turn in range(rounds):
-        for name in _rotated(names, turn):
+        for name in _order(names, turn):
             if outcomes[name].status == "timed":
                 turn_of = functools.partial(
                     _one_turn, calls[name], taken[name], device, warmup=turn == 0
@@ -95,9 +96,16 @@ def race(shape: Shape, candidates: list[Candidate], device: str = "cuda",
     return list(outcomes.values())
 
 
-def _rotated(names: list[str], turn: int) -> list[str]:
-    start = turn % len(names) if names else 0
-    return names[start:] + names[:start]
+def _order(names: list[str], turn: int) -> list[str]:
+    """The order of a round: a row of a balanced Latin square (Williams, 1949).
+
+    In as many rounds as there are names, each begins once, and each follows every other one once
+    (with an odd number of names, one pause takes part).
+    """
+    size = len(names) + len(names) % 2
+    zigzag = [(i + 1) // 2 if i % 2 else (size - i // 2) % size for i in range(size)]
+    places = [(place + turn) % size for place in zigzag]
+    return [names[place] for place in places if place < len(names)]
 
 
 def _guarded(outcome: Outcome, work: Callable[[], str | None]) -> str | None:
