@@ -100,9 +100,10 @@ STEPS = {
                "tests/test_flash_attention.py",
                "tests/test_flash_plan.py", "tests/test_flash_operator.py",
                "tests/test_flash_decode.py"),
-        _tests("random", 590, "-n", "8", "--dist", "load", "-k", "two_thousand",
+        _tests("random", 590, "-n", "12", "--dist", "load", "-k", "two_thousand",
                "tests/test_flash_random.py"),
         _tests("measure", 300, "-n", "0", "tests/test_measure_backend.py", "tests/test_bench.py",
+               "tests/test_bench_grouped.py",
                "tests/test_measure_timing_memory.py", "tests/test_measure_compiled.py", alone=True),
         _tests("solutions", 400, "-n", "0", "solutions", alone=True),  # lab4.speed is timed
         _tests("models", 500, "-n", "2", "tests/test_model_transformers.py",
