@@ -42,7 +42,7 @@ probabilities = gluon.jit(flash_backward.probabilities.fn)
 
 @gluon.jit
 def next_tile(i, member, group, GROUPED: gl.constexpr):
-    """The tile of queries after ``member``'s tile ``i``: the next head's, or the next tile."""
+    """What comes after ``member``'s tile ``i``: the next head's, or all heads' tile ``i - 1``."""
     if GROUPED:
         member += 1
         around = member == group
@@ -198,8 +198,9 @@ def flash_backward_kv_hopper_kernel(
     dv_j = gl.zeros((BLOCK_K, BLOCK_D), gl.float32, d_layout)
     if begin < end:
         # One descriptor holds all query heads of the group, so the copies run ahead from one to
-        # the next. A tile of queries is taken with all heads before the next one: programs that
-        # began together stay near each other, and what one has read the others find in L2.
+        # the next. A tile of queries is taken with all heads, then the one before it: under a
+        # causal mask all programs see the last queries, so those that begin together walk
+        # together, and what one has read the others find in L2.
         group_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
             [1, BLOCK_Q, BLOCK_D], dtype
         )
