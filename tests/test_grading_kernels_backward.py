@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 from solution_answers import SOLUTIONS, changed_answer
-from test_grading_kernels_forward import SEEDS, rejected
+from test_grading_kernels_forward import SEEDS, named, rejected
 
 from flashcourse.grading import find_question, mark
 
@@ -254,6 +254,19 @@ def test_a_function_causal_by_default_is_named():
         lambda q, k, v, is_causal=True: right(q, k, v, is_causal),
         "causal if nothing is said",
     )
+
+
+def test_wrong_numbers_from_no_kernel_get_no_name():
+    """PyTorch's own attention masks at the top left: that it ran no kernel names no mistake."""
+
+    def answer(q, k, v, is_causal=False):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=True
+        )
+
+    verdict = mark(find_question("lab5.attention"), answer, seed=0)
+    assert verdict.status == "failed"
+    assert named(verdict) == set(), str(verdict)
 
 
 def test_contiguous_inputs_may_be_kept():

@@ -143,7 +143,10 @@ def _diagnose(
     explained = {id(failure): whole for failure in ordered}
     if not whole:
         deadline = time.monotonic() + NAMING_SECONDS
-        for failure in telling:
+        # Who did the work is asked where the numbers are right, and right numbers are no evidence:
+        # any mistake can have them there. Wrong ones are.
+        wrong = [failure for failure in telling if not failure.check.work]
+        for failure in wrong or telling:
             explained[id(failure)] = _explaining(question, question.mistakes, failure, deadline)
     suspects = {m.name: m for named in explained.values() for m in named}
     fitting = {name for name, m in suspects.items() if _passes(question, m, passed, seed)}
