@@ -27,6 +27,14 @@ def test_kernels_stand_on_the_roof() -> None:
     assert any("ridge: 100" in text.get_text() for text in axes.texts)
 
 
+def test_no_kernel_is_left_out_and_each_looks_different() -> None:
+    kernels = {f"kernel {n}": 2.0**n for n in range(10)}
+    axes = axes_of(draw_roofline(100e12, 1e12, kernels, "a chip"))
+    points = [line for line in axes.lines if len(line.get_xdata()) == 1]
+    assert [line.get_xdata()[0] for line in points] == list(kernels.values())
+    assert len({(line.get_color(), line.get_marker()) for line in points}) == len(kernels)
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_bars_have_the_lengths_given(log: bool) -> None:
     axes = axes_of(draw_bytes(["a", "b"], {"x": [1.0, 2.0], "y": [3.0, 40.0]}, "title", log=log))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ def draw_roofline(
     ax.loglog(xs, [bandwidth * low / 1e12, peak_flops / 1e12, peak_flops / 1e12], color=BLACK)
     ax.axvline(ridge, color=GREY, linestyle=":", linewidth=1)
     ax.text(ridge, bandwidth * low / 1e12, f" ridge: {ridge:.0f} FLOP/byte", color=GREY)
-    looks = kernels.items(), KERNEL_COLOURS, MARKERS
-    for (name, intensity), colour, marker in zip(*looks, strict=False):
+    looks = zip(itertools.cycle(KERNEL_COLOURS), itertools.cycle(MARKERS), strict=False)
+    for (name, intensity), (colour, marker) in zip(kernels.items(), looks, strict=False):
         reach = min(peak_flops, intensity * bandwidth)
         ax.plot([intensity], [reach / 1e12], marker, color=colour, markersize=8, clip_on=False)
         label = f"{name}: at most {reach / 1e12:.3g} TFLOP/s ({reach / peak_flops:.0%} of the peak)"
