@@ -10,9 +10,12 @@ import pytest
 
 from flashcourse.bench import report
 from flashcourse.bench.charts import LONG, REFERENCE, relative, write_summary
+from flashcourse.bench.grids import GRIDS
+from flashcourse.bench.grouped import LENGTHS
 from flashcourse.measure.recorded import load_record
 
-RESULTS = sorted((Path(__file__).parents[1] / "results").glob("*.json"))
+FOLDER = Path(__file__).parents[1] / "results"
+RESULTS = sorted(path for path in FOLDER.glob("*.json") if path.stem in GRIDS)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -28,7 +31,18 @@ def test_the_committed_results_are_a_gpus_and_nothing_in_them_is_wrong(path: Pat
 
 
 def test_there_are_results() -> None:
-    assert "paper" in [path.stem for path in RESULTS]
+    assert [path.stem for path in RESULTS] == ["decode", "paper"]
+    assert {path.stem for path in FOLDER.glob("*.json")} == {"decode", "grouped", "paper"}
+
+
+def test_grouped_heads_were_timed_on_a_gpu() -> None:
+    content = json.loads((FOLDER / "grouped.json").read_text(encoding="utf-8"))
+    assert content["machine"]["device"] != "CPU"
+    assert [row["seq"] for row in content["rows"]] == list(LENGTHS)
+    for row in content["rows"]:
+        for part in ("forward", "backward"):
+            times = row[part]
+            assert times["ratio"] == pytest.approx(times["grouped"] / times["repeated"])
 
 
 def kept(times: dict[str, dict[str, float]], head_dim: int = 64, keys: int = LONG) -> dict:
