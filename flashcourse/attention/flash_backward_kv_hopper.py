@@ -55,11 +55,11 @@ def next_tile(i, member, group, GROUPED: gl.constexpr):
 
 @gluon.jit
 def fetch_of_group(
-    descriptor, tiles, barriers, t, i, member, end, BLOCK_Q: gl.constexpr,
+    descriptor, tiles, barriers, t, i, member, begin, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of ``member``'s tile ``i``, the group's ``t``-th, if there is such a tile."""
     slot = t % STAGES
-    there = i >= end
+    there = i >= begin
     mbarrier.expect(barriers.index(slot), descriptor.block_type.nbytes, pred=there)
     copy_tile(
         descriptor, [member, i * BLOCK_Q, 0], barriers.index(slot), tiles.index(slot), pred=there
@@ -83,7 +83,7 @@ def load_statistics(
 def add_to_dk_dv(
     dk, dv, lse_next, delta_next, i, member, statistics, t_begin, t_end, k_tile, v_tile,
     lse_head, delta_head, q_desc, do_desc, q_tiles, do_tiles, q_barriers, do_barriers,
-    end, group, seq_q, first_key, shift, num_queries, num_keys,
+    begin, group, seq_q, first_key, shift, num_queries, num_keys,
     scale_log2, left, right, cap_in, cap_out,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, EDGE: gl.constexpr,
@@ -114,8 +114,8 @@ def add_to_dk_dv(
         )
         s_t = warpgroup_mma_wait(1, deps=[s_t])  # Sᵀ and the dSᵀ Q before it are done
         block_barrier()  # every warp has read tile t - 1
-        fetch_of_group(q_desc, q_tiles, q_barriers, t + 1, i_next, member_next, end, BLOCK_Q)
-        fetch_of_group(do_desc, do_tiles, do_barriers, t + 1, i_next, member_next, end, BLOCK_Q)
+        fetch_of_group(q_desc, q_tiles, q_barriers, t + 1, i_next, member_next, begin, BLOCK_Q)
+        fetch_of_group(do_desc, do_tiles, do_barriers, t + 1, i_next, member_next, begin, BLOCK_Q)
         lse_i = statistics.index(0).load(row_layout)
         p_t, slope = probabilities(
             s_t, gl.expand_dims(lse_i, 0), scale_log2, cap_in, cap_out, SOFTCAP
